@@ -1,0 +1,1190 @@
+"""The world: K independent copies of one ALFWorld game, served by worker processes to one asyncio loop.
+
+What it owns: reading and compiling `game.tw-pddl`, the state of every branch, and the worker processes.
+
+A game is compiled once, from PDDL and text grammar to plain tables: ground operators, the goal, the facts that texts
+ask about, and the texts as small trees. fast_downward's translator grounds the PDDL, textworld parses the grammar,
+alfworld names the objects; only what runs at every step is written here. Nothing of a game file is ever evaluated as
+code. A branch is one integer, the bit set of its facts, so a clone costs nothing.
+
+The invariant: texts, the order of everything in them, admissible commands, score, won and done are byte for byte those
+of stock alfworld/TextWorld, whatever process, order or worker a branch runs in. Stock iterates over sorted facts, so
+its texts do not depend on PYTHONHASHSEED. A finished game stays as it is, as in TextWorld's batch environments.
+`tests/test_environment.py` holds both against each other, `tests/bench_environment.py` measures them.
+
+    python environment.py --data-root datasets/alfworld    # compile every game below that folder ahead of a run
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import collections
+import contextlib
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import io
+import itertools
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import types
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
+CACHE_FORMAT = 1  # part of the cache key: raise it whenever the tables or the way they are made change
+PACKAGES = ("alfworld", "textworld", "fast-downward-textworld")  # their versions are part of the cache key
+TASK_PREFIX = "Your task is to: "
+GET_DATA = "get the games of ALFWorld's data release 2.1.3 (json_2.1.3_tw-pddl.zip; `alfworld-download -f`)"
+
+
+class GameError(ValueError):
+    """A game file that cannot be played: missing, broken, of an older release, or in a language not known here."""
+
+
+class EnvironmentFault(RuntimeError):
+    """Workers were lost more often than the settings allow, one raised, or a replay did not repeat the past."""
+
+
+@dataclass(frozen=True)
+class WorldState:
+    """What one branch shows at its start or after a command."""
+
+    observation: str  # at the start stock's whole first text, the task at its end
+    admissible: tuple[str, ...]  # sorted, without repeats; holds `help`, `inventory` and `look` too
+    score: int  # 1 once won, else 0
+    won: bool
+    done: bool
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """Processes and limits of a `WorldPool`."""
+
+    workers: int = 1  # processes that step branches; each serves many
+    compilers: int = 2  # processes that compile games ahead of their use
+    step_timeout_seconds: float = 30.0  # a worker silent for longer is killed and its branches replayed elsewhere
+    compile_timeout_seconds: float = 120.0  # the same for a compiler, which starts with 1 to 10 s of imports
+    max_faults: int = 10  # so many workers may be lost (killed, hung, died); one more stops the run with the reason
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            numeric = type(value) is int or (field.type == "float" and type(value) is float)
+            if not numeric or value < 0 or (value == 0 and field.name != "max_faults"):
+                raise ValueError(f"EnvironmentSettings.{field.name} must be a positive {field.type}, got {value!r}")
+
+
+# -------------------------------------------------------------------------------------------------- game files
+
+
+class _NotUnderstood(Exception):
+    """A domain, problem or grammar outside what is compiled here; the text says which part."""
+
+
+def _read_game(game_file: Path) -> tuple[dict[str, str], str]:
+    """The game's texts and the cache key: a hash of the file's bytes, the libraries' versions and our format."""
+    try:
+        content = game_file.read_bytes()
+    except OSError as error:
+        raise GameError(f"{game_file}: cannot be read ({error.strerror}); {GET_DATA}") from None
+    try:
+        game = json.loads(content)
+        texts = {key: game[key] for key in ("pddl_domain", "grammar", "pddl_problem")}
+        if not all(isinstance(text, str) for text in texts.values()):
+            raise ValueError("its domain, grammar or problem is no text")
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"no {error} in it" if isinstance(error, KeyError) else str(error)
+        raise GameError(f"{game_file}: broken or cut short ({reason}); {GET_DATA}") from None
+    if re.search(r'template\s*::\s*"put [^"]*in/on', texts["grammar"]):
+        raise GameError(f'{game_file}: an older data release ("put X in/on Y" for "move X to Y"); {GET_DATA}')
+    return texts, hashlib.sha256(content + _versions()).hexdigest()
+
+
+@functools.cache
+def _versions() -> bytes:
+    return repr([CACHE_FORMAT, *(importlib.metadata.version(name) for name in PACKAGES)]).encode()
+
+
+def _cached_game(game_file: Path) -> bytes | None:
+    """The compiled game from the disk, or None. Raises GameError if the game file itself is not fit to be compiled."""
+    return _read_cache(game_file, _read_game(game_file)[1])
+
+
+def _read_cache(game_file: Path, key: str) -> bytes | None:
+    """What the cache holds, or None if it is not there, damaged, or made from other content or by other versions."""
+    try:
+        head, _, payload = (game_file.parent / CACHE_NAME).read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    return payload if head == _cache_head(key, payload) else None
+
+
+def _write_cache(game_file: Path, key: str, payload: bytes) -> None:
+    """Replace the cache file in one move, so that readers and other writers never see half of one."""
+    with contextlib.suppress(OSError):  # a folder that cannot be written only means compiling again next time
+        handle, name = tempfile.mkstemp(prefix=CACHE_NAME, dir=game_file.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_cache_head(key, payload) + b"\n" + payload)
+            os.replace(name, game_file.parent / CACHE_NAME)
+        except OSError:
+            os.unlink(name)
+
+
+def _cache_head(key: str, payload: bytes) -> bytes:
+    return f"{key} {hashlib.sha256(payload).hexdigest()}".encode()
+
+
+def compile_game(game_file: Path) -> bytes:
+    """Compile one game, or read it back from its cache. Returns JSON under zlib, the input of `World`.
+
+    Raises GameError, which names the file and the remedy.
+    """
+    texts, key = _read_game(game_file)
+    cached = _read_cache(game_file, key)
+    if cached is not None:
+        return cached
+    payload = zlib.compress(json.dumps(_understand(game_file, texts, ground=True), separators=(",", ":")).encode(), 1)
+    World(payload).start()  # a text that cannot be said shows here, not in an episode
+    _write_cache(game_file, key, payload)
+    return payload
+
+
+def check_game(game_file: Path) -> None:
+    """Raise GameError if the game cannot be compiled, as far as can be told without grounding it (milliseconds)."""
+    texts, key = _read_game(game_file)
+    if _read_cache(game_file, key) is None:
+        _understand(game_file, texts, ground=False)
+
+
+def _understand(game_file: Path, texts: dict[str, str], ground: bool) -> dict | None:
+    collecting = gc.isenabled()
+    gc.disable()  # grounding makes many small objects and no garbage: the collector would take half of the time
+    try:
+        template, task = _split_task(texts["grammar"])
+        with contextlib.redirect_stdout(io.StringIO()):  # the translator prints its progress
+            language = _language(template)
+            problem = _parse_problem(texts["pddl_domain"], texts["pddl_problem"])
+            said = _action_texts(problem, language)
+            return {**_ground(problem, said, language), "task": task, "rules": language.rules} if ground else None
+    except _NotUnderstood as error:
+        raise GameError(f"{game_file}: not understood: {error}; {GET_DATA}") from None
+    except (Exception, SystemExit) as error:  # the libraries' parsers answer bad text with whatever they trip over
+        raise GameError(f"{game_file}: cannot be compiled ({type(error).__name__}: {error}); {GET_DATA}") from error
+    finally:
+        if collecting:
+            gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------------- language
+#
+# A text is a list of nodes, each a JSON list:
+#   ["text", string]           itself
+#   ["attr", variable, name]   the entity's "name" or "id"
+#   ["either", node, node]     the first that is not empty
+#   ["rule", name]             the first alternative of that rule whose condition has a match
+#   ["each", nodes, query]     the nodes once for every match of the query
+#   ["list", nodes, query]     the same with the separators of the rules list_empty, list_separator, list_last_separator
+# A query is a list of [predicate, variables, types]; it is matched from left to right.
+
+
+@dataclass(frozen=True)
+class _Language:
+    rules: dict[str, list]  # name -> [[query or None, nodes], ...]
+    actions: dict[str, tuple[list, list] | str]  # PDDL action -> nodes of its command and feedback, or what is wrong
+    queries: tuple[tuple[str, tuple[str, ...]], ...]  # (predicate, types) that some query asks for
+    types: dict[str, str]  # the one type that each variable of a query has
+
+
+_TASK = re.compile(r'("task"\s*:\s*\[\s*\{\s*"rhs"\s*:\s*)("(?:[^"\\]|\\.)*")')
+
+
+def _split_task(grammar: str) -> tuple[str, str]:
+    """The grammar without its task sentence, equal in all games, and that sentence."""
+    found = _TASK.findall(grammar)
+    if len(found) != 1:
+        raise _NotUnderstood(f"{len(found)} task rules in the grammar, not 1")
+    task = json.loads(found[0][1])
+    if not task.startswith(TASK_PREFIX) or re.search(r'[;|"<>\[\]#{}\t\n]|//', task):
+        raise _NotUnderstood(f"the task rule {task!r} is no plain sentence after {TASK_PREFIX!r}")
+    return _TASK.sub(r'\1""', grammar), task
+
+
+@functools.lru_cache(maxsize=8)
+def _language(grammar: str) -> _Language:
+    """Parse a grammar with textworld's parser and turn what its texts can reach into nodes."""
+    from textworld.envs.pddl import textgen
+    from textworld.envs.pddl.logic import GameLogic
+    from textworld.logic import Rule
+
+    logic = GameLogic(domain="", grammar=grammar)
+    rules: dict[str, list] = {}
+    broken: dict[str, str] = {}
+    queries: set[tuple[str, tuple[str, ...]]] = set()
+    variable_types: dict[str, str] = {}
+
+    def query(expression: str | None) -> list | None:
+        if not expression:
+            return None
+        steps = []
+        for predicate in Rule.parse_conjunctive_query(expression).preconditions:
+            queries.add((predicate.name, predicate.types))
+            for name, type_ in zip(predicate.names, predicate.types):
+                if variable_types.setdefault(name, type_) != type_:
+                    raise _NotUnderstood(f"the variable {name!r} has two types in the grammar")
+            steps.append([predicate.name, list(predicate.names), list(predicate.types)])
+        return steps
+
+    def nodes(symbols: Iterable) -> list:
+        return [node for symbol in symbols for node in compiled(symbol)]
+
+    def compiled(symbol) -> list:
+        if isinstance(symbol, textgen.TerminalSymbol):
+            return [["text", str(symbol)]]
+        if isinstance(symbol, textgen.NonterminalSymbol):
+            rule(symbol.symbol)
+            return [["rule", symbol.symbol]]
+        if isinstance(symbol, textgen.ConditionalSymbol):
+            inner = compiled(symbol.expression)
+            return [["each", inner, query(symbol.given)]] if symbol.given else inner
+        if isinstance(symbol, textgen.ListSymbol):
+            for name in ("list_empty", "list_separator", "list_last_separator"):
+                rule(name)
+            return [["list", compiled(symbol.symbol.expression), query(symbol.symbol.given) or []]]
+        if isinstance(symbol, textgen.EvalSymbol):
+            return _expression(ast.parse(symbol.expression.strip(), mode="eval").body)
+        raise _NotUnderstood(f"grammar symbol {symbol!r}")
+
+    def rule(name: str) -> None:
+        if name in broken:
+            raise _NotUnderstood(broken[name])
+        if name in rules:
+            return
+        rules[name] = []
+        try:
+            alternatives = logic.grammar._rules.get(name)
+            if not alternatives:
+                raise _NotUnderstood(f"the grammar has no rule {name!r}")
+            if alternatives[-1].condition:
+                raise _NotUnderstood(f"the last alternative of the rule {name!r} has a condition")
+            rules[name] += [[query(each.condition), nodes(each.rhs)] for each in alternatives]
+        except _NotUnderstood as error:
+            broken[name] = str(error)
+            raise
+
+    def text(source: str) -> list:
+        return nodes(textgen._parse_and_convert(source, rule_name="symbols"))
+
+    actions: dict[str, tuple[list, list] | str] = {}
+    for name, action in logic.actions.items():  # more than the domain has: a broken one need not matter
+        try:
+            actions[name] = (text(action.template), text(action.feedback_rule))
+        except _NotUnderstood as error:
+            actions[name] = str(error)
+    rule("intro")
+    return _Language(rules, actions, tuple(sorted(queries)), variable_types)
+
+
+def _action_texts(task, language: _Language) -> dict[str, tuple[list, list]]:
+    """The texts of the domain's actions, once each is known to have some."""
+    for action in task.actions:
+        texts = language.actions.get(action.name, f"the grammar has no action {action.name!r}")
+        if isinstance(texts, str):
+            raise _NotUnderstood(texts)
+        for parameter in action.parameters[: action.num_external_parameters]:
+            if language.types.get(parameter.name[1:], parameter.type_name) != parameter.type_name:
+                raise _NotUnderstood(f"{parameter.name} has another type in the texts of {action.name!r}")
+    return {action.name: language.actions[action.name] for action in task.actions}
+
+
+def _expression(tree: ast.expr) -> list:
+    """Nodes of a grammar expression. TextWorld `eval`s them; only the forms that ALFWorld's grammar has are known."""
+    match tree:
+        case ast.Constant(value=str(value)):
+            return [["text", value]]
+        case ast.Name(id=variable):
+            return [["attr", variable, "name"]]
+        case ast.Attribute(value=ast.Name(id=variable), attr=("name" | "id") as name):
+            return [["attr", variable, name]]
+        case ast.Attribute(value=ast.Name(), attr=("indefinite" | "definite") as article):
+            return [["text", {"indefinite": "a", "definite": "the"}[article]]]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _expression(left) + _expression(right)
+        case ast.BoolOp(op=ast.Or(), values=[first, second]):
+            (first,), (second,) = _expression(first), _expression(second)
+            return [["either", first, second]]
+    raise _NotUnderstood(f"the grammar expression {ast.unparse(tree)!r}")
+
+
+# ---------------------------------------------------------------------------------------------------- grounding
+
+
+def _parse_problem(domain: str, problem: str):
+    """fast_downward's task, parsed and normalised as its own `pddl2sas` does."""
+    arguments, sys.argv = sys.argv, ["translate.py", "domain", "task"]  # its `options` reads the command line
+    try:
+        from fast_downward.translate import normalize
+        from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions
+    finally:
+        sys.argv = arguments
+
+    parse = lisp_parser.parse_nested_list
+    task = parsing_functions.parse_task(parse(domain.split("\n")), parse(problem.split("\n")))
+    normalize.normalize(task)
+    return task
+
+
+def _ground(task, said: dict[str, tuple[list, list]], language: _Language) -> dict:
+    """Ground the task with fast_downward and lay it out as tables.
+
+    The translator's later step to finite-domain variables is left out: with the options TextWorld gives it every
+    variable is one atom, so what the step does to operators comes down to `_effects`.
+    """
+    from fast_downward.translate import instantiate
+
+    initial = _initial_atoms(task)
+    reachable, _, ground_actions, axioms, _ = instantiate.explore(task)
+    if not reachable:
+        raise _NotUnderstood("the goal cannot be reached")
+    goal = _goal(task, axioms)
+    operators = []
+    for action in ground_actions:
+        name, *arguments = action.name.strip("()").split()
+        needs = {_key(literal) for literal in action.precondition if not literal.negated}
+        forbids = {_key(literal) for literal in action.precondition if literal.negated}
+        effects = _effects(action, needs, forbids)
+        if effects and not needs & forbids:
+            operators.append(_Operator(name, tuple(arguments), needs, forbids, effects))
+    parameters = {
+        action.name: [parameter.name[1:] for parameter in action.parameters[: action.num_external_parameters]]
+        for action in task.actions
+    }
+
+    # Bits go to the atoms that anything reads; what is only written (`checked`) leaves no trace in a state.
+    bits: dict[tuple, int] = {}
+    asked = {predicate for predicate, _ in language.queries}
+    for needs, forbids in itertools.chain(goal, ((operator.needs, operator.forbids) for operator in operators)):
+        for atom in sorted(needs | forbids):
+            bits.setdefault(atom, len(bits))
+    for operator in operators:
+        for atom, value, condition in operator.effects:
+            for part in sorted(condition):
+                bits.setdefault(part[:2], len(bits))
+            for predicate in {atom[0], f"not_{atom[0]}"} & asked:
+                if condition:
+                    raise _NotUnderstood(f"texts ask for {predicate!r}, which has a conditional effect")
+                bits.setdefault((predicate, atom[1]), len(bits))
+
+    def numbers(atoms: Iterable) -> list[int]:
+        return sorted(bits[atom] for atom in atoms if atom in bits)
+
+    entities = sorted({argument for _, arguments in initial for argument in arguments})
+    names = _names(entities)
+    entity_numbers = {entity: number for number, entity in enumerate(entities)}
+    started = collections.Counter(predicate for predicate, _ in initial)
+    kinds = collections.Counter(atom[0] for atom in set().union(*(operator.needs for operator in operators)))
+    actions = sorted(said)
+    meanings: dict[str, list] = {}
+    rows = []
+    for operator in operators:
+        binding = dict(zip(parameters[operator.action], operator.arguments))
+        command = _command(said[operator.action][0], binding, dict(zip(entities, names)), operator, initial)
+        meanings.setdefault(command, []).append(operator)
+        # An operator is filed under one atom it needs, of a predicate that is true of few things at a time (where
+        # the agent is, what it holds): a step opens only the files of true atoms.
+        watch = min(operator.needs, key=lambda atom: (max(1, started[atom[0]]), -kinds[atom[0]], atom), default=None)
+        row = [numbers(operator.needs - {watch}), numbers(operator.forbids), *_changes(operator, numbers)]
+        row += [actions.index(operator.action), [entity_numbers[argument] for argument in operator.arguments]]
+        rows.append((bits.get(watch, -1), command, row))
+    words = {name: _variables(feedback, language.rules, set()) for name, (_, feedback) in said.items()}
+    _refuse_ambiguous(meanings, initial, parameters, words)
+    ranks = {command: rank for rank, command in enumerate(sorted(meanings))}
+    files: dict[int, dict[int, list]] = {}
+    for watch, command, row in rows:
+        files.setdefault(watch, {}).setdefault(ranks[command], []).append(row)
+    return {
+        "entities": {"name": names, "id": entities},
+        "commands": list(ranks),
+        "actions": [[parameters[name], said[name][1]] for name in actions],
+        "files": [[watch, list(by_rank.items())] for watch, by_rank in files.items()],
+        "start": numbers(initial),
+        "goal": [[numbers(needs), numbers(forbids)] for needs, forbids in goal],
+        "facts": _fact_tables(task, language, initial, bits, entity_numbers),
+    }
+
+
+def _key(literal) -> tuple[str, tuple[str, ...]]:
+    return literal.predicate, literal.args
+
+
+def _initial_atoms(task) -> set[tuple[str, tuple[str, ...]]]:
+    """The true atoms at the start. Numbers (costs, distances) say nothing in a text and are left out, as in stock."""
+    from fast_downward.translate import pddl
+
+    atoms = set()
+    for fact in task.init:
+        if isinstance(fact, pddl.Assign):
+            if fact.fluent.symbol != "total-cost" and not str(fact.expression.value).isdigit():
+                raise _NotUnderstood(f"the initial value {fact.expression.value} of {fact.fluent.symbol!r}")
+        elif fact.predicate != "=":
+            atoms.add(_key(fact))
+    return atoms
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """A ground action. An atom is (predicate, arguments); an effect (atom, new value, condition)."""
+
+    action: str
+    arguments: tuple[str, ...]
+    needs: set[tuple]
+    forbids: set[tuple]
+    effects: list[tuple]
+
+
+def _effects(action, needs: set, forbids: set) -> list[tuple]:
+    """What a ground action changes, as (atom, new value, condition); empty if nothing: stock drops such actions.
+
+    A condition is a set of (predicate, arguments, value). As in the translator, an effect that its precondition
+    already states is no effect, one against its precondition never happens, and an added atom is not deleted.
+    """
+    effects = []
+    always_added = {_key(atom) for condition, atom in action.add_effects if not condition}
+    for value, pairs in ((True, action.add_effects), (False, action.del_effects)):
+        for condition, literal in pairs:
+            atom = _key(literal)
+            if atom in (needs if value else forbids | always_added):
+                continue
+            holds = {(*_key(part), not part.negated) for part in condition}
+            if any(part[:2] in (forbids if part[2] else needs) for part in holds):
+                continue
+            effects.append((atom, value, {part for part in holds if part[:2] not in needs | forbids}))
+    return effects
+
+
+def _goal(task, axioms: list) -> list[tuple[set, set]]:
+    """The goal as alternatives (atoms that must be true, atoms that must be false).
+
+    An axiom the goal names stands for the alternatives of its condition; axioms elsewhere are not known here.
+    """
+    from fast_downward.translate import pddl
+
+    derived = {axiom.name for axiom in task.axioms}
+    literals = task.goal.parts if isinstance(task.goal, pddl.Conjunction) else [task.goal]
+    if len(literals) == 1 and literals[0].predicate in derived and not literals[0].negated:
+        conditions = [axiom.condition for axiom in axioms if axiom.effect == literals[0]]
+    else:
+        conditions = [literals]
+    if any(literal.predicate in derived for condition in conditions for literal in condition):
+        raise _NotUnderstood("a goal with nested or negated conditions")
+    if len(derived) > 1 or any(_key(axiom.effect) != _key(literals[0]) for axiom in axioms):
+        raise _NotUnderstood("derived predicates beside the goal")
+    return [
+        ({_key(part) for part in condition if not part.negated}, {_key(part) for part in condition if part.negated})
+        for condition in conditions
+    ]
+
+
+def _changes(operator: _Operator, numbers) -> list:
+    """[bits set, bits cleared, [[bits needed, bits forbidden, bits set, bits cleared] for every condition]]."""
+    changes: dict[tuple, tuple[set, set]] = {(): (set(), set())}
+    for atom, value, condition in operator.effects:
+        change = changes.setdefault(tuple(sorted(condition)), (set(), set()))
+        change[0 if value else 1].add(atom)
+        change[1 if value else 0].add((f"not_{atom[0]}", atom[1]))
+    plain = changes.pop(())
+    conditional = [
+        [numbers(part[:2] for part in condition if part[2]), numbers(part[:2] for part in condition if not part[2])]
+        + [numbers(change[0]), numbers(change[1])]
+        for condition, change in sorted(changes.items())
+    ]
+    return [numbers(plain[0]), numbers(plain[1]), conditional]
+
+
+def _names(entities: list[str]) -> list[str]:
+    """The names alfworld gives to all entities that occur in a fact ("mug 2")."""
+    from alfworld.agents.utils.misc import Demangler
+
+    demangler = Demangler(game_infos={entity: types.SimpleNamespace(id=entity) for entity in entities})
+    return [demangler.demangle_alfred_name(entity) for entity in entities]
+
+
+def _command(nodes: list, binding: dict[str, str], names: dict[str, str], operator: _Operator, initial: set) -> str:
+    """A command's text. The query in stock's "go to [{r.name | ...}]" may only repeat what the operator needs."""
+    text = ""
+    for kind, *node in nodes:
+        if kind == "text":
+            text += node[0]
+        elif kind == "attr":
+            text += names[binding[node[0]]] if node[1] == "name" else binding[node[0]]
+        elif kind == "list":
+            for predicate, variables, _ in node[1]:
+                atom = (predicate, tuple(binding.get(variable) for variable in variables))
+                if atom not in initial and atom not in operator.needs:
+                    raise _NotUnderstood(f"the command of {operator.action!r} depends on {predicate!r}")
+            text += _command(node[0], binding, names, operator, initial)
+        else:
+            raise _NotUnderstood(f"the command of {operator.action!r} depends on the rule {node[0]!r}")
+    return text
+
+
+def _refuse_ambiguous(meanings: dict[str, list], initial: set, parameters: dict, words: dict[str, set[str]]) -> None:
+    """Refuse games in which one command could mean different things in one state: stock's pick is its planner's.
+
+    Harmless are operators with the same effects and the same words, and those that need different atoms of a
+    predicate which is always true of exactly one thing (where the agent is): whatever adds such an atom deletes the
+    one it needed.
+    """
+    operators = [operator for same in meanings.values() for operator in same]
+
+    def moves_one(predicate: str) -> bool:
+        for operator in operators:
+            changed = [(atom, value) for atom, value, _ in operator.effects if atom[0] == predicate]
+            deleted = [atom for atom, value in changed if not value]
+            if changed and (len(changed) != 2 or len(deleted) != 1 or deleted[0] not in operator.needs):
+                return False
+        return sum(atom[0] == predicate for atom in initial) == 1
+
+    single = {name for name in {atom[0] for operator in operators for atom in operator.needs} if moves_one(name)}
+    for command, same in meanings.items():
+        outcomes: dict[frozenset, list] = {}
+        for operator in same:
+            binding = zip(parameters[operator.action], operator.arguments)
+            said = sorted(pair for pair in binding if pair[0] in words[operator.action])
+            place = frozenset(atom for atom in operator.needs if atom[0] in single)
+            outcomes.setdefault(place, []).append((operator.action, said, operator.effects))
+        if any(each != same[0] for same in outcomes.values() for each in same):
+            raise _NotUnderstood(f"the command {command!r} has two meanings in one place")
+        if len(outcomes) > 1 and len({len(place) for place in outcomes}) > 1:
+            raise _NotUnderstood(f"the command {command!r} has two meanings")
+
+
+def _variables(nodes: list, rules: dict, seen: set[str]) -> set[str]:
+    """The variables that a text, with the rules it uses, names anywhere."""
+    found: set[str] = set()
+    for kind, *node in nodes:
+        if kind == "attr":
+            found.add(node[0])
+        elif kind == "either":
+            found |= _variables(node, rules, seen)
+        elif kind == "rule" and node[0] not in seen:
+            for query, inner in rules[node[0]]:
+                found |= {variable for step in query or [] for variable in step[1]}
+                found |= _variables(inner, rules, seen | {node[0]})
+        elif kind in ("each", "list"):
+            found |= {variable for step in node[1] for variable in step[1]} | _variables(node[0], rules, seen)
+    return found
+
+
+def _fact_tables(task, language: _Language, initial: set, bits: dict, entity_numbers: dict) -> list:
+    """For every (predicate, types) that texts ask for: its possible facts in stock's order, [arguments, bit or -1].
+
+    Stock goes through the subtypes of the asked types in a fixed order, and through the facts of each sorted by
+    their arguments' names and types.
+    """
+    from textworld.logic import Type, TypeHierarchy
+
+    hierarchy = TypeHierarchy()
+    for type_ in task.types:
+        with contextlib.suppress(ValueError):  # the domain declares the built-in type `object` again
+            hierarchy.add(Type(type_.name, type_.supertype_names))
+    type_of = {thing.name: thing.type_name for thing in task.objects}
+    by_signature: dict[tuple, list] = {}
+    for predicate, arguments in set(initial) | set(bits):
+        signature = (predicate, tuple(type_of[argument] for argument in arguments))
+        by_signature.setdefault(signature, []).append(arguments)
+    tables = []
+    for predicate, asked in language.queries:
+        if not set(asked) <= {type_.name for type_ in hierarchy}:
+            raise _NotUnderstood(f"a text asks for {predicate}{asked}, a type the domain lacks")
+        rows = []
+        for subtypes in hierarchy.multi_subtypes([hierarchy.get(name) for name in asked]):
+            signature = (predicate, tuple(type_.name for type_ in subtypes))
+            for arguments in sorted(by_signature.get(signature, ())):
+                numbers = [entity_numbers[argument] for argument in arguments]
+                rows.append([numbers, bits.get((predicate, arguments), -1)])
+        tables.append([predicate, list(asked), rows])
+    return tables
+
+
+# ------------------------------------------------------------------------------------------------- playing it
+
+Reply = tuple[str, tuple[str, ...], int, bool, bool]  # the fields of WorldState, plain for the way between processes
+
+
+class _Facts:
+    """The possible facts of one (predicate, types) in stock's order, found by the arguments already known."""
+
+    def __init__(self, rows: list) -> None:
+        self._rows = [(arguments, 0 if bit < 0 else 1 << bit) for arguments, bit in rows]  # mask 0: always true
+        self._indexes: dict[tuple[int, ...], dict[tuple[int, ...], list]] = {}
+
+    def find(self, known: list[int | None]) -> list[tuple[list[int], int]]:
+        places = tuple(place for place, entity in enumerate(known) if entity is not None)
+        index = self._indexes.get(places)
+        if index is None:
+            index = self._indexes[places] = {}
+            for row in self._rows:
+                index.setdefault(tuple(row[0][place] for place in places), []).append(row)
+        return index.get(tuple(known[place] for place in places), [])
+
+
+class World:
+    """A compiled game. It holds no state: a branch is an integer with a bit for every fact, and the last reply."""
+
+    def __init__(self, compiled: bytes) -> None:
+        game = json.loads(zlib.decompress(compiled))
+        self.task: str = game["task"][len(TASK_PREFIX) :]
+        self._entities = game["entities"]
+        self._commands = game["commands"]
+        self._ranks = {command: rank for rank, command in enumerate(self._commands)}
+        self._facts = {(predicate, tuple(asked)): _Facts(rows) for predicate, asked, rows in game["facts"]}
+        self._rules = {
+            name: [(self._query(query), self._nodes(nodes)) for query, nodes in alternatives]
+            for name, alternatives in game["rules"].items()
+        }
+        self._rules["task"] = [(None, [["text", game["task"]]])]
+        self._actions = [(variables, self._nodes(nodes)) for variables, nodes in game["actions"]]
+        self._closed_files = dict(game["files"])  # as read; a file is opened (its masks made) when first looked into
+        self._files: dict[int, dict[int, list]] = {}
+        self._watched = _mask(bit for bit in self._closed_files if bit >= 0)
+        self._goal = [(_mask(needs), _mask(forbids)) for needs, forbids in game["goal"]]
+        self._goal_bits = functools.reduce(int.__or__, (needs | forbids for needs, forbids in self._goal), 0)
+        self._start = _mask(game["start"])
+
+    def _query(self, query: list | None) -> list | None:
+        return query and [(self._facts[predicate, tuple(asked)], variables) for predicate, variables, asked in query]
+
+    def _nodes(self, nodes: list) -> list:
+        """The same nodes with their queries tied to this game's facts."""
+        return [
+            [node[0], self._nodes(node[1]), self._query(node[2])] if node[0] in ("each", "list") else node
+            for node in nodes
+        ]
+
+    def start(self) -> tuple[int, Reply]:
+        """A new branch: its state and what it shows. As in stock, a game won at its start still goes on."""
+        state = self._start
+        text = self._text([["rule", "intro"]], {}, state)
+        return state, (text, self._admissible(state), 0, self._won(state), False)
+
+    def step(self, state: int, last: Reply, action: str) -> tuple[int, Reply]:
+        """What a branch in `state`, showing `last`, is and shows after a command. A finished game stays as it is."""
+        if last[4]:
+            return state, last
+        row = self._applicable(state, self._ranks.get(action.strip(), -1))
+        if row is None:
+            return state, ("Nothing happens.", last[1], int(last[3]), last[3], last[3])
+        _, _, on, off, conditional, (variables, nodes), arguments = row
+        for needs, forbids, more_on, more_off in conditional:
+            if state & needs == needs and not state & forbids:
+                on, off = on | more_on, off | more_off
+        new = state & ~off | on
+        text = self._text(nodes, dict(zip(variables, arguments)), new)
+        admissible = last[1] if new == state else self._admissible(new)
+        won = self._won(new) if (new ^ state) & self._goal_bits else last[3]
+        return new, (text, admissible, int(won), won, won)
+
+    def _won(self, state: int) -> bool:
+        return any(state & needs == needs and not state & forbids for needs, forbids in self._goal)
+
+    def _open_files(self, state: int) -> Iterator[dict[int, list]]:
+        """The files whose watched atom is true, and the one of operators without: command rank -> operators."""
+        watched = state & self._watched
+        bit = -1
+        while True:
+            if bit in self._files:
+                yield self._files[bit]
+            elif bit in self._closed_files:
+                by_rank = self._closed_files.pop(bit)
+                self._files[bit] = {rank: [self._row(row) for row in rows] for rank, rows in by_rank}
+                yield self._files[bit]
+            if not watched:
+                return
+            bit = watched.bit_length() - 1
+            watched ^= 1 << bit
+
+    def _row(self, row: list) -> tuple:
+        needs, forbids, on, off, conditional, action, arguments = row
+        masks = [tuple(map(_mask, change)) for change in conditional]
+        return _mask(needs), _mask(forbids), _mask(on), _mask(off), masks, self._actions[action], arguments
+
+    def _applicable(self, state: int, rank: int) -> tuple | None:
+        for file in self._open_files(state):
+            for row in file.get(rank, ()):
+                if state & row[0] == row[0] and not state & row[1]:
+                    return row
+        return None
+
+    def _admissible(self, state: int) -> tuple[str, ...]:
+        ranks = set()
+        for file in self._open_files(state):
+            for rank, rows in file.items():
+                for row in rows:
+                    if state & row[0] == row[0] and not state & row[1]:
+                        ranks.add(rank)
+                        break
+        return tuple([self._commands[rank] for rank in sorted(ranks)])
+
+    def _text(self, nodes: list, binding: dict[str, int], state: int) -> str:
+        parts = []
+        for kind, *node in nodes:
+            if kind == "text":
+                parts.append(node[0])
+            elif kind == "attr":
+                parts.append(self._entities[node[1]][binding[node[0]]])
+            elif kind == "either":
+                parts.append(self._text(node[:1], binding, state) or self._text(node[1:], binding, state))
+            elif kind == "rule":
+                parts.append(self._rule(node[0], binding, state))
+            else:
+                items = [self._text(node[0], match, state) for match in _matches(node[1], 0, binding, state)]
+                if kind == "list" and not items:
+                    items = [self._rule("list_empty", binding, state)]
+                elif kind == "list" and len(items) > 1:
+                    comma = self._rule("list_separator", binding, state)
+                    items = [comma.join(items[:-1]), self._rule("list_last_separator", binding, state), items[-1]]
+                parts += items
+        return "".join(parts)
+
+    def _rule(self, name: str, binding: dict[str, int], state: int) -> str:
+        for query, nodes in self._rules[name]:
+            if not query or next(_matches(query, 0, binding, state), None) is not None:
+                return self._text(nodes, binding, state)
+        raise AssertionError(f"no alternative of the rule {name!r} applies")
+
+
+def _mask(bits: Iterable[int]) -> int:
+    mask = 0
+    for bit in bits:
+        mask |= 1 << bit
+    return mask
+
+
+def _matches(query: list, depth: int, binding: dict[str, int], state: int) -> Iterator[dict[str, int]]:
+    """Every way to bind the query's variables to true facts, in stock's order; no two variables bind one entity."""
+    if depth == len(query):
+        yield binding
+        return
+    facts, variables = query[depth]
+    for arguments, mask in facts.find([binding.get(variable) for variable in variables]):
+        if mask and not state & mask:
+            continue
+        match = dict(binding)
+        for variable, entity in zip(variables, arguments):
+            if variable not in match and entity not in match.values():
+                match[variable] = entity
+            elif match.get(variable) != entity:
+                break
+        else:
+            yield from _matches(query, depth + 1, match, state)
+
+
+# ------------------------------------------------------------------------------------------------- a worker
+#
+# A message is a length and a pickled list: requests (method, arguments) one way, replies (kind, value) the other.
+
+_LENGTH = struct.Struct("!Q")
+
+
+class _Server:
+    """What a worker process does: one method a request."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+        self._branches: dict[int, dict[int, tuple[int, Reply]]] = {}  # group -> branch -> (state, last reply)
+
+    def compile(self, game_file: str) -> bytes:
+        try:
+            return compile_game(Path(game_file))
+        finally:
+            _sweep()
+
+    def survey(self, game_files: list[str], compiling: bool) -> list[tuple[str, str | int]]:
+        """For each file its error, or else the size of its compiled game in bytes (0 if only checked)."""
+        answers: list[tuple[str, str | int]] = []
+        for game_file in game_files:
+            try:
+                answers.append((game_file, len(compile_game(Path(game_file))) if compiling else 0))
+                if not compiling:
+                    check_game(Path(game_file))
+            except GameError as error:
+                answers.append((game_file, str(error)))
+            _sweep()
+        return answers
+
+    def open(self, group: int, compiled: bytes, histories: dict[int, list[str]]) -> tuple[str, dict, Reply]:
+        """Start a branch for every history and replay it. Returns the task, the branches' last replies, the first."""
+        world = self._worlds[group] = World(compiled)
+        start = world.start()
+        self._branches[group] = dict.fromkeys(histories, start)
+        for branch, actions in histories.items():
+            for action in actions:
+                self.step(group, branch, action)
+        return world.task, {branch: last for branch, (_, last) in self._branches[group].items()}, start[1]
+
+    def step(self, group: int, branch: int, action: str) -> Reply:
+        self._branches[group][branch] = self._worlds[group].step(*self._branches[group][branch], action)
+        return self._branches[group][branch][1]
+
+    def finish(self, group: int, branch: int) -> None:
+        self._branches.get(group, {}).pop(branch, None)
+
+    def close(self, group: int) -> None:
+        self._worlds.pop(group, None)
+        self._branches.pop(group, None)
+
+
+def _sweep() -> None:
+    """Free what compiling left in cycles, and set what stays (modules, caches) aside so that no sweep looks at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(descriptor: int) -> None:
+    """Answer requests until the other end closes, which it also does when the parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    gc.disable()  # worlds and branches make no cycles, and there are many objects to look through for none
+    server = _Server()
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
+        while len(header := stream.read(_LENGTH.size)) == _LENGTH.size:
+            replies = []
+            for method, arguments in pickle.loads(stream.read(*_LENGTH.unpack(header))):
+                try:
+                    replies.append(("value", getattr(server, method)(*arguments)))
+                except GameError as error:
+                    replies.append(("game", str(error)))
+                except Exception:  # a defect: it would come back on every other worker, so it goes to the caller
+                    replies.append(("defect", traceback.format_exc()))
+            message = pickle.dumps(replies)
+            with contextlib.suppress(BrokenPipeError):
+                stream.write(_LENGTH.pack(len(message)) + message)
+                stream.flush()
+
+
+# ------------------------------------------------------------------------------------------------- the parent
+
+
+class _WorkerLost(Exception):
+    """The worker behind a request is gone; the request can be made again, of another one."""
+
+    def __init__(self, reason: str, begun: bool) -> None:
+        super().__init__(reason)
+        self.begun = begun  # the worker may have been at this very request
+
+
+class _Worker:
+    """One worker process. Requests that gather while a batch is under way go out together as the next."""
+
+    def __init__(self, timeout_seconds: float, batch_size: int) -> None:
+        self.lost = ""  # the reason, once the process is gone
+        self.failed = False  # gone by itself, not closed
+        self.groups = 0
+        self._timeout_seconds, self._batch_size = timeout_seconds, batch_size
+        self._queue: list[tuple[tuple, asyncio.Future | None]] = []
+        self._filled = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A fresh interpreter on this file: safe whatever threads or CUDA contexts the parent has, and quick, as it
+        # does not import the parent's script again.
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, __file__, "--serve", str(theirs.fileno())]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+
+    @property
+    def load(self) -> int:
+        return len(self._queue) + self.groups
+
+    def ask(self, method: str, *arguments) -> asyncio.Future:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop, self._task = loop, loop.create_task(self._exchange())
+        elif self._loop is not loop:
+            self.close("its event loop has ended")
+        future = loop.create_future()
+        if self.lost:
+            future.set_exception(_WorkerLost(self.lost, begun=False))
+        else:
+            self._queue.append(((method, arguments), future))
+            self._filled.set()
+        return future
+
+    def tell(self, method: str, *arguments) -> None:
+        """A request nobody waits for."""
+        if not self.lost:
+            self._queue.append(((method, arguments), None))
+            self._filled.set()
+
+    async def _exchange(self) -> None:
+        batch: list[tuple[tuple, asyncio.Future | None]] = []
+        reader, writer = await asyncio.open_unix_connection(sock=self._socket)
+        try:
+            while True:
+                await self._filled.wait()
+                batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
+                if not self._queue:
+                    self._filled.clear()
+                message = pickle.dumps([request for request, _ in batch])
+                async with asyncio.timeout(self._timeout_seconds):
+                    writer.write(_LENGTH.pack(len(message)) + message)
+                    await writer.drain()
+                    length = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                    replies = pickle.loads(await reader.readexactly(*length))
+                for (_, future), (kind, value) in zip(batch, replies, strict=True):
+                    if future is None or future.done():
+                        continue
+                    if kind == "value":
+                        future.set_result(value)
+                    else:
+                        error = GameError(value) if kind == "game" else EnvironmentFault(f"a worker raised\n{value}")
+                        future.set_exception(error)
+                batch = []
+        except TimeoutError:
+            self.failed = not self.lost
+            self.close(f"worker {self.process.pid} did not answer within {self._timeout_seconds:g} s")
+        except (EOFError, OSError):
+            self.failed = not self.lost
+            self.process.kill()
+            self.close(f"worker {self.process.pid} died with exit status {self.process.wait()}")
+        finally:
+            self.close("its event loop has ended")
+            writer.close()
+            for requests in (batch, self._queue):
+                for _, future in requests:
+                    if future is not None and not future.done():
+                        future.set_exception(_WorkerLost(self.lost, begun=requests is batch))
+
+    def hang_up(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self, reason: str, patience_seconds: float = 0.0) -> None:
+        """End the process: by hanging up, on which it leaves after what it is doing, or else by force."""
+        self.hang_up(reason)
+        try:
+            self.process.wait(patience_seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self._loop is None:
+            self._socket.close()
+
+
+class Group:
+    """K branches of one game, all starting alike. Branches are independent; each takes one step at a time."""
+
+    def __init__(self, pool: WorldPool, number: int, compiled: bytes, size: int) -> None:
+        self.size = size
+        self.task = ""  # the sentence after "Your task is to: "
+        self.first: WorldState
+        self._pool, self._number, self._compiled = pool, number, compiled
+        self._histories: dict[int, list[str]] = {branch: [] for branch in range(size)}
+        self._last: dict[int, Reply] = {}
+        self._busy: set[int] = set()
+        self._worker: _Worker | None = None
+        self._placing = asyncio.Lock()
+
+    async def _place(self) -> _Worker:
+        """The worker that holds the branches; if it is gone, another, with every branch brought to where it was."""
+        async with self._placing:
+            while self._worker is None or self._worker.lost:
+                worker = self._pool._pick(self._pool._workers)
+                worker.groups += 1
+                try:
+                    self.task, replies, first = await worker.ask("open", self._number, self._compiled, self._histories)
+                except _WorkerLost:
+                    continue
+                except BaseException:
+                    worker.groups -= 1
+                    raise
+                for branch in self._histories.keys() & self._last.keys():
+                    if replies[branch] != self._last[branch]:
+                        raise EnvironmentFault(f"branch {branch} of {self.task!r} is not the same after its replay")
+                self.first = WorldState(*first)
+                self._worker = worker
+            return self._worker
+
+    async def step(self, branch: int, action: str) -> WorldState:
+        """Do one command in one branch. If its worker is lost, the branch is replayed on another and goes on.
+
+        Raises EnvironmentFault if more workers are lost than the settings allow.
+        """
+        if branch not in self._histories or branch in self._busy:
+            state = "has a step under way" if branch in self._busy else "is finished or unknown"
+            raise ValueError(f"branch {branch!r} of {self.task!r} {state}")
+        self._busy.add(branch)
+        try:
+            while True:
+                worker = await self._place()
+                with contextlib.suppress(_WorkerLost):
+                    reply = await worker.ask("step", self._number, branch, action)
+                    break
+        except BaseException:  # whether the step was done is not known: the branch cannot go on
+            self.finish(branch)
+            raise
+        finally:
+            self._busy.discard(branch)
+        self._histories[branch].append(action)
+        self._last[branch] = reply
+        return WorldState(*reply)
+
+    def finish(self, branch: int) -> None:
+        """Forget a branch whose trajectory has ended."""
+        if self._histories.pop(branch, None) is not None and self._worker is not None:
+            self._last.pop(branch, None)
+            self._worker.tell("finish", self._number, branch)
+
+    def close(self) -> None:
+        """Forget the group."""
+        self._histories.clear()
+        if self._worker is not None:
+            self._worker.groups -= 1
+            self._worker.tell("close", self._number)
+            self._worker = None
+
+
+class WorldPool:
+    """Worker processes that hold all branches, and compilers that make games ready. Use it as a context manager.
+
+    The processes start with the pool. All methods but `close` belong to one asyncio loop. Whatever ends the parent,
+    an exception or kill -9, ends the processes.
+    """
+
+    def __init__(self, settings: EnvironmentSettings | None = None) -> None:
+        self.settings = settings or EnvironmentSettings()
+        self.faults = 0  # workers lost so far
+        self._numbers = itertools.count()
+        self._ahead: dict[Path, asyncio.Task] = {}
+        self._closed = False
+        self._workers = [self._new_worker() for _ in range(self.settings.workers)]
+        self._compilers = [self._new_compiler() for _ in range(self.settings.compilers)]
+
+    def _new_worker(self) -> _Worker:
+        return _Worker(self.settings.step_timeout_seconds, batch_size=64)
+
+    def _new_compiler(self) -> _Worker:
+        return _Worker(self.settings.compile_timeout_seconds, batch_size=1)
+
+    def _pick(self, processes: list[_Worker]) -> _Worker:
+        """The process with the least to do, after replacing those that are lost and counting them."""
+        if self._closed:
+            raise EnvironmentFault("the world pool is closed")
+        for place, process in enumerate(processes):
+            if process.lost:
+                self.faults += process.failed
+                if process.failed:
+                    print(f"environment: {process.lost}; fault {self.faults}", file=sys.stderr)
+                    process.failed = False
+                if self.faults > self.settings.max_faults:
+                    raise EnvironmentFault(f"{self.faults} environment faults, the last: {process.lost}")
+                processes[place] = self._new_worker() if processes is self._workers else self._new_compiler()
+        return min(processes, key=lambda process: process.load)
+
+    async def _ask_compiler(self, method: str, *arguments):
+        losses = 0
+        while True:
+            try:
+                return await self._pick(self._compilers).ask(method, *arguments)
+            except _WorkerLost as error:
+                losses += error.begun
+                if losses == 3:
+                    reason = f"three compilers were lost over it ({error}); leave it out"
+                    raise GameError(f"{arguments[0]}: {reason}") from None
+
+    async def _compile(self, game_file: Path) -> bytes:
+        cached = await asyncio.to_thread(_cached_game, game_file)
+        return cached if cached is not None else await self._ask_compiler("compile", str(game_file))
+
+    async def open_group(self, game_file: Path, size: int) -> Group:
+        """`size` branches of one game, ready to play. Raises GameError if the game cannot be compiled."""
+        if size < 1:
+            raise ValueError(f"a group needs at least 1 branch, got {size}")
+        ahead = self._ahead.pop(Path(game_file), None)
+        compiled = await (ahead or self._compile(Path(game_file)))
+        group = Group(self, next(self._numbers), compiled, size)
+        await group._place()
+        return group
+
+    def prefetch(self, game_files: Iterable[Path]) -> None:
+        """Make games ready in the background, such as those of the next update; `open_group` then does not wait."""
+        for game_file in map(Path, game_files):
+            if game_file not in self._ahead:
+                task = self._ahead[game_file] = asyncio.get_running_loop().create_task(self._compile(game_file))
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # open_group will raise it
+
+    async def check(self, game_files: Iterable[Path]) -> dict[Path, str]:
+        """The games that cannot be compiled, with the reason; a few milliseconds a game, less where a cache is there.
+
+        It tells all but what only grounding shows (a goal out of reach); `python environment.py` tells that too.
+        """
+        surveyed = await self.survey(game_files, compiling=False)
+        return {game_file: answer for game_file, answer in surveyed.items() if isinstance(answer, str)}
+
+    async def survey(self, game_files: Iterable[Path], compiling: bool) -> dict[Path, str | int]:
+        """For each game its error, or the size of its compiled game in bytes (0 if it is only checked)."""
+        names = [str(game_file) for game_file in game_files]
+        chunks = [names[start : start + 16] for start in range(0, len(names), 16)]
+        answers = await asyncio.gather(*(self._ask_compiler("survey", chunk, compiling) for chunk in chunks))
+        return {Path(name): answer for part in answers for name, answer in part}
+
+    def close(self) -> None:
+        """End the processes. Groups of this pool cannot be used any more."""
+        self._closed = True
+        for process in self._workers + self._compilers:
+            process.hang_up("the world pool is closed")
+        deadline = time.monotonic() + 1.0
+        for process in self._workers + self._compilers:
+            process.close("the world pool is closed", max(0.0, deadline - time.monotonic()))
+
+    def __enter__(self) -> WorldPool:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+async def _compile_all(pool: WorldPool, game_files: list[Path]) -> None:
+    started = time.perf_counter()
+    answers = await pool.survey(game_files, compiling=True)
+    seconds = time.perf_counter() - started
+    errors = [answer for answer in answers.values() if isinstance(answer, str)]
+    megabytes = sum(answer for answer in answers.values() if isinstance(answer, int)) / 1e6
+    print(*errors, sep="\n", end="\n" * bool(errors))
+    print(f"{len(answers) - len(errors)} games ready, {megabytes:.1f} MB compiled, {len(errors)} refused")
+    print(f"{seconds:.1f} s with {pool.settings.compilers} compilers, {1e3 * seconds / len(answers):.0f} ms a game")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile every game below a folder ahead of a run.")
+    parser.add_argument("--data-root", type=Path, default=Path("datasets/alfworld"), help="folder with the games")
+    parser.add_argument("--compilers", type=int, default=EnvironmentSettings.compilers, help="processes that compile")
+    arguments = parser.parse_args()
+    game_files = sorted(arguments.data_root.rglob("game.tw-pddl"))
+    if not game_files:
+        raise SystemExit(f"no game.tw-pddl below {arguments.data_root}; {GET_DATA}")
+    with WorldPool(EnvironmentSettings(compilers=arguments.compilers)) as pool:
+        asyncio.run(_compile_all(pool, game_files))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        _serve(int(sys.argv[2]))
+    else:
+        main()

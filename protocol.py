@@ -1,0 +1,331 @@
+"""What the model reads and writes: the one tool, the prompts, the tool-call parser, the token-prefix extension.
+
+Owns the conversation format of an ALFWorld trajectory: system prompt and task, then turns of one assistant message
+and one tool result.
+
+Invariant (the *token invariant*): the prompt of turn n+1 is the prompt of turn n, then the tokens the model really
+sampled, then the template's closing tokens (less what the completion already ended with), then the tool result's
+tokens. History is never rendered or tokenised again: chat templates strip, re-order and re-wrap what they render, and
+one changed token breaks both the alignment of rollout log-probabilities and the prefix cache. `check_prefix_extension`
+is the one statement of it; rollout, train and the tests call that function.
+
+Shown by: `uv run --extra cpu pytest tests/test_protocol.py`
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jinja2 import TemplateError
+
+TOOL_NAME = "alfworld_step"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": TOOL_NAME,
+        "description": "Carry out one action in the household and read what happens.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "action": {"type": "string", "description": "One action, such as: go to countertop 1"},
+            },
+            "required": ["action"],
+        },
+    },
+}
+
+SYSTEM_PROMPT = """\
+You are an agent in a household that is described in text. Carry out the task you are given, one action a turn.
+Every turn: think briefly about what to do next, then call the tool alfworld_step exactly once, as the very last thing \
+you write.
+Choose one of the admissible actions. Copy names exactly as they are written, with their number, as in "apple 1".
+You can hold one object at a time, and you must go to a place before you can see or use what is there.
+Never announce success yourself: the household decides, and the episode ends by itself when the task is done."""
+
+Status = Literal["executed", "not admissible", "malformed", "won", "over"]
+
+# For a tokenizer whose own template has no place for tools (or that has no template). One block a message, so that a
+# tool result can follow an assistant turn without touching it.
+CHATML_TEMPLATE = """\
+{%- if tools and messages[0].role != 'system' %}{{ raise_exception('the first message must be the system prompt') }}\
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- if loop.first and tools %}
+{{- '\\n\\nTools, one JSON object a line:\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+{{- 'Call a tool in this form:\\n<tool_call><function=NAME><parameter=PARAMETER>VALUE</parameter></function></tool_call>' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+class TemplateMismatch(ValueError):
+    """The tokenizer's chat template cannot be used for token-prefix extension."""
+
+
+class PrefixViolation(ValueError):
+    """A prompt that is not a strict prefix extension of the one before."""
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def first_messages(task: str, observation: str, admissible: Sequence[str] | None) -> list[dict]:
+    """System prompt and first user message; `admissible` None leaves the list out."""
+    room = "\n\n".join(
+        part for part in observation.split("\n\n") if not part.startswith(("-=", "Your task is to:"))
+    ).strip()
+    user = f"Task: {task}\nObservation: {room}{_admissible_lines(admissible)}"
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": user}]
+
+
+def tool_result(
+    step: int, max_steps: int, status: Status, observation: str, admissible: Sequence[str] | None
+) -> str:
+    """The text of one tool result; `step` counts the assistant turns so far, from 1."""
+    return f"Step {step} of {max_steps}: {status}\nObservation: {observation.strip()}{_admissible_lines(admissible)}"
+
+
+def _admissible_lines(admissible: Sequence[str] | None) -> str:
+    if admissible is None:
+        return ""
+    # `help` prints the command syntax, which the tool's description and this list already give.
+    return "\nAdmissible actions:\n" + "\n".join(action for action in admissible if action != "help")
+
+
+# --- the model's tool call ------------------------------------------------------------------------------------------
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION_OPEN, _FUNCTION_CLOSE = f"<function={TOOL_NAME}>", "</function>"
+_PARAMETER_OPEN, _PARAMETER_CLOSE = "<parameter=action>", "</parameter>"
+_XML_MARKS = ("<function=", _FUNCTION_CLOSE, "<parameter=", _PARAMETER_CLOSE)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A parsed assistant turn: `action` is None when the turn is malformed, and `error` then says why."""
+
+    action: str | None
+    error: str | None = None
+
+
+def tool_call_text(action: str) -> str:
+    """The XML form of a call, as the templates describe it (used to write demonstrations)."""
+    return f"{CALL_OPEN}{_FUNCTION_OPEN}{_PARAMETER_OPEN}{action}{_PARAMETER_CLOSE}{_FUNCTION_CLOSE}{CALL_CLOSE}"
+
+
+def parse_tool_call(text: str) -> ToolCall:
+    """Read an assistant turn (`text` without its end-of-turn token): exactly one call, at the very end.
+
+    Takes the XML form `<function=alfworld_step><parameter=action>...` and the JSON form `{"name":, "arguments":}`. The
+    action is lower-cased and its white space collapsed. Never raises: whatever else the model wrote is a malformed turn.
+    """
+    opened, closed = text.count(CALL_OPEN), text.count(CALL_CLOSE)
+    if opened == 0 and closed == 0:
+        return ToolCall(None, "no tool call")
+    if opened > 1 or closed > 1:
+        return ToolCall(None, "more than one tool call")
+    _, found, rest = text.partition(CALL_OPEN)
+    body, closed_after, tail = rest.partition(CALL_CLOSE)
+    if not found or not closed_after:
+        return ToolCall(None, "the tool call is cut off")
+    if tail.strip():
+        return ToolCall(None, "text after the tool call")
+    body = body.strip()
+    action = _json_action(body) if body.startswith("{") else _xml_action(body)
+    if isinstance(action, ToolCall):
+        return action
+    action = " ".join(action.lower().split())
+    return ToolCall(action) if action else ToolCall(None, "the action is empty")
+
+
+def _xml_action(body: str) -> str | ToolCall:
+    if not (body.startswith("<function=") and body.endswith(_FUNCTION_CLOSE)):
+        return ToolCall(None, "the tool call is neither XML nor JSON")
+    if not body.startswith(_FUNCTION_OPEN):
+        return ToolCall(None, f"unknown function; the only tool is {TOOL_NAME}")
+    parameters = body[len(_FUNCTION_OPEN) : -len(_FUNCTION_CLOSE)].strip()
+    if not (parameters.startswith(_PARAMETER_OPEN) and parameters.endswith(_PARAMETER_CLOSE)):
+        return ToolCall(None, "the only parameter is action")
+    action = parameters[len(_PARAMETER_OPEN) : -len(_PARAMETER_CLOSE)]
+    if any(mark in action for mark in _XML_MARKS):
+        return ToolCall(None, "more than one function or parameter")
+    return action
+
+
+def _json_action(body: str) -> str | ToolCall:
+    def without_doubles(pairs):
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    try:
+        call = json.loads(body, object_pairs_hook=without_doubles)
+    except (ValueError, RecursionError):
+        return ToolCall(None, "the tool call is not valid JSON")
+    if set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
+        return ToolCall(None, "the call needs exactly a name and an object of arguments")
+    if call["name"] != TOOL_NAME:
+        return ToolCall(None, f"unknown function; the only tool is {TOOL_NAME}")
+    if set(call["arguments"]) != {"action"}:
+        return ToolCall(None, "the only parameter is action")
+    action = call["arguments"]["action"]
+    return action if isinstance(action, str) else ToolCall(None, "the action is not a string")
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def check_prefix_extension(
+    n_tokens: int, prompt_lengths: Sequence[int], spans: Sequence[tuple[int, int]]
+) -> None:
+    """Raise PrefixViolation unless a trajectory's turns extend one another.
+
+    A trajectory's tokens are held once, as one append-only list of `n_tokens`; the prompt of turn i is its first
+    `prompt_lengths[i]` tokens and completion i is tokens[start:end] of `spans[i]`. Prompt i+1 is then a strict prefix
+    extension of prompt i and completion i exactly if every completion is non-empty, starts where its prompt ends, and
+    ends before the next prompt does. The cost is a few comparisons a turn, whatever the history's length.
+    """
+    if len(prompt_lengths) != len(spans):
+        raise PrefixViolation(f"{len(prompt_lengths)} prompts but {len(spans)} completions")
+    previous_end = 0
+    for turn, (prompt_length, (start, end)) in enumerate(zip(prompt_lengths, spans, strict=True)):
+        if not previous_end < prompt_length:
+            raise PrefixViolation(
+                f"turn {turn}: its prompt has {prompt_length} tokens, but {previous_end} were there before it"
+            )
+        if start != prompt_length or not start < end <= n_tokens:
+            raise PrefixViolation(
+                f"turn {turn}: completion at tokens {start}..{end} of {n_tokens}, but its prompt has {prompt_length}"
+            )
+        previous_end = end
+
+
+class ChatTokens:
+    """A tokenizer's chat template as token lists: the first prompt, and what follows a completion.
+
+    The template is rendered in full only for the first prompt. What it puts around a tool result is read off once, from
+    a made-up conversation, and proven not to depend on what stands before it; a turn then costs the tokenisation of its
+    own tool result. Thinking is off.
+
+    Raises TemplateMismatch, naming the reason, when the template cannot be extended this way.
+    """
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = None if self._knows_tools() else CHATML_TEMPLATE
+        if self.chat_template is not None:
+            missing = [mark for mark in ("<|im_start|>", "<|im_end|>") if self._single_token(mark) is None]
+            if missing:
+                raise TemplateMismatch(
+                    f"the chat template of {tokenizer.name_or_path!r} has no place for tools, and the tokenizer lacks "
+                    f"{' and '.join(missing)} for the built-in ChatML template: use a chat model with either"
+                )
+        self._before_result, self._after_result = self._prove_extension()
+        closing = self._encode(self._before_result)[0]
+        self.stop_token_ids = sorted({closing, *_as_ids(tokenizer.eos_token_id)})
+
+    def first_prompt(self, messages: list[dict]) -> list[int]:
+        """Tokens of the first turn's prompt, generation prompt included."""
+        return self._encode(self._render(messages, generate=True))
+
+    def extension(self, completion: Sequence[int], result: str) -> list[int]:
+        """What to append after `completion` so that it, with the tool result `result`, becomes the next prompt."""
+        tokens = self._encode(self._before_result + result + self._after_result)
+        # A completion that stopped by itself ends with the first closing token(s); one stopped by length does not.
+        for overlap in range(min(len(completion), len(tokens)), 0, -1):
+            if list(completion[-overlap:]) == tokens[:overlap]:
+                return tokens[overlap:]
+        return tokens
+
+    def completion_text(self, completion: Sequence[int]) -> str:
+        """The assistant's text, without the token that ended the turn."""
+        if completion and completion[-1] in self.stop_token_ids:
+            completion = completion[:-1]
+        return self.tokenizer.decode(list(completion), skip_special_tokens=False)
+
+    # The rest runs once, at start-up.
+
+    def _render(self, messages: list[dict], generate: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=[TOOL],
+            chat_template=self.chat_template,
+            add_generation_prompt=generate,
+            tokenize=False,
+            enable_thinking=False,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _single_token(self, text: str) -> int | None:
+        tokens = self._encode(text)
+        return tokens[0] if len(tokens) == 1 and tokens[0] != self.tokenizer.unk_token_id else None
+
+    def _knows_tools(self) -> bool:
+        self.chat_template = None
+        if not self.tokenizer.chat_template:
+            return False
+        try:
+            return TOOL_NAME in self._render([_SYSTEM, _USER], generate=True)
+        except TemplateError:  # such as "system role not supported": the built-in template has a place for it
+            return False
+
+    def _prove_extension(self) -> tuple[str, str]:
+        """(text between completion and tool result, text between tool result and next completion)."""
+        name = self.tokenizer.name_or_path
+
+        def around_last_result(turns: list[tuple[str, str]]) -> tuple[str, str]:
+            messages = [_SYSTEM, _USER]
+            for content, result in turns:
+                messages += [{"role": "assistant", "content": content}, {"role": "tool", "content": result}]
+            content, result = turns[-1]
+            try:
+                text = self._render(messages, generate=True)
+            except TemplateError as error:
+                raise TemplateMismatch(
+                    f"the chat template of {name!r} does not render a tool result after an assistant turn: {error}"
+                ) from error
+            if text.count(content) != 1 or text.count(result) != 1:
+                raise TemplateMismatch(
+                    f"the chat template of {name!r} does not keep an assistant turn or a tool result as it is written"
+                )
+            before, _, after = text.partition(content)[2].partition(result)
+            return before, after
+
+        call = tool_call_text("open drawer 2")
+        shapes = [
+            [("first words", "first result")],
+            [("a", "b b b"), ("second words\n\n" + call, "line one\nline two: 3, 4")],
+            [("words " + tool_call_text("go to bed 1"), "r r"), ("x x x", "y y y"), ("other " + call, "You see nothing.")],
+        ]
+        found = {around_last_result(turns) for turns in shapes}
+        if len(found) != 1:
+            raise TemplateMismatch(
+                f"what the chat template of {name!r} puts around a tool result depends on the history: {sorted(found)}"
+            )
+        before, after = found.pop()
+        first, open_end = self._render([_SYSTEM, _USER], generate=True), self._render([_SYSTEM, _USER], generate=False)
+        generation_prompt = first[len(open_end) :]
+        if not first.startswith(open_end) or not generation_prompt or not after.endswith(generation_prompt):
+            raise TemplateMismatch(
+                f"the chat template of {name!r} does not end a tool result with its generation prompt {generation_prompt!r}"
+            )
+        closing = self._encode(before)[:1]
+        if not closing or closing[0] not in self.tokenizer.all_special_ids:
+            raise TemplateMismatch(
+                f"the chat template of {name!r} closes an assistant turn with {before[:20]!r}, which does not begin with "
+                "a special token: the tokens after a completion would depend on the completion"
+            )
+        return before, after
+
+
+_SYSTEM, _USER = {"role": "system", "content": "You act."}, {"role": "user", "content": "Task: none"}
+
+
+def _as_ids(value: int | Sequence[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,688 @@
+"""Playing trajectories: the sampler (vLLM), the agent's state machine, the reward, the trajectory records.
+
+Owns everything between a game and a finished `Trajectory`: train.py and eval.py both sample through `play_group`.
+A trajectory holds each of its tokens once, in one append-only list; every prompt is a prefix of that list (the token
+invariant, see protocol.py), so rollout log-probabilities line up with training tokens and the prefix cache hits.
+
+Every trajectory is a coroutine of its own on the one event loop of the run: when its turn is sampled its world steps
+and its next turn is submitted, and nobody waits for the slowest. Sampling seeds are a pure function of (run seed,
+update, game, turn, branch).
+
+Run by: `uv run python train.py` and `uv run python eval.py`
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import typing
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data import Game
+from environment import EnvironmentSettings, Group, WorldPool, WorldState
+from protocol import ChatTokens, Status, check_prefix_extension, first_messages, parse_tool_call, tool_result
+
+INVALID_ACTION_PENALTY = 0.1
+MAX_GROUP_SIZE = 256  # branches share the low 8 bits of a seed
+DEMO_MODEL = "datasets/demo/model"
+DEMO_DATA = "datasets/starter"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be; the message names the flag, the value and what to type instead."""
+
+
+class RolloutError(RuntimeError):
+    """The sampler answered something no trajectory can be built from."""
+
+
+# --- settings and flags ---------------------------------------------------------------------------------------------
+
+
+def flag(default, help: str):
+    """A settings field with its one line of help."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How trajectories are sampled; shared by training and evaluation."""
+
+    base_model: str = flag("Qwen/Qwen3.5-4B", "Hub id or folder of the model that plays and is trained")
+    max_episode_steps: int = flag(50, "environment steps (assistant turns) a trajectory may take")
+    include_admissible_actions: bool = flag(True, "list the admissible actions in every message to the model")
+    max_trajectory_tokens: int = flag(12_000, "tokens of a trajectory: prompt, completions and observations together")
+    max_assistant_tokens: int = flag(2_048, "tokens of one assistant turn")
+    temperature: float = flag(1.0, "sampling temperature")
+    top_p: float = flag(1.0, "nucleus sampling threshold; training needs 1.0")
+    seed: int = flag(42, "seed of game order, sampling and adapter initialisation")
+    dtype: str = flag("auto", "auto, float32 or bfloat16; auto is bfloat16 on CUDA and float32 on a CPU")
+    engine_memory_share: float = flag(0.45, "share of the GPU that the sampling engine takes (CUDA only)")
+    engine_cache_gb: float = flag(2.0, "key-value cache of the sampling engine in GiB (CPU only)")
+    max_concurrent_requests: int = flag(64, "requests the sampling engine works on at the same time")
+
+    def __post_init__(self) -> None:
+        for name in ("max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens", "max_concurrent_requests"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(math.isfinite(self.temperature) and self.temperature > 0, "temperature", self.temperature, "above 0")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        require(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16")
+        require(0 < self.engine_memory_share < 1, "engine_memory_share", self.engine_memory_share, "between 0 and 1")
+        require(self.engine_cache_gb > 0, "engine_cache_gb", self.engine_cache_gb, "above 0")
+
+
+def require(condition: bool, name: str, value, needed: str) -> None:
+    """Raise SettingsError, in terms of the flag, unless `condition` holds."""
+    if not condition:
+        raise SettingsError(f"--{name.replace('_', '-')} is {value!r}; it must be {needed}")
+
+
+def add_flags(parser: argparse.ArgumentParser, recipe: dict, *settings_classes: type) -> None:
+    """One flag a settings field; absent flags stay absent, so that a preset can fill them (see `build_settings`)."""
+    for settings_class in settings_classes:
+        group = parser.add_argument_group(settings_class.__doc__.splitlines()[0].split(";")[0].rstrip("."))
+        hints = typing.get_type_hints(settings_class)
+        for f in dataclasses.fields(settings_class):
+            kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t is not type(None))
+            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            text = f"{f.metadata.get('help', '')} (default: {recipe.get(f.name, f.default)})".replace("%", "%%")
+            group.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
+
+
+def build_settings(args: argparse.Namespace, preset: dict, *settings_classes: type) -> list:
+    """Settings objects from given flags, else the preset, else the fields' defaults."""
+    given = vars(args)
+    return [
+        cls(**{f.name: s[f.name] for f in dataclasses.fields(cls) for s in (preset, given) if f.name in s})
+        for cls in settings_classes
+    ]
+
+
+def run_with_settings(
+    parser: argparse.ArgumentParser, presets: dict[str, dict], run: Callable[..., Awaitable], *settings_classes: type
+) -> None:
+    """The command line of train.py and eval.py: flags to settings, then `run(*settings)`; known errors end in one line.
+
+    A preset only sets defaults: flags that are given win.
+    """
+    add_flags(parser, presets["recipe"], *settings_classes)
+    parser.add_argument(
+        "--preset",
+        choices=presets,
+        help="defaults: recipe (the published settings, for a GPU) or demo (a small model and the starter games, for a CPU)",
+    )
+    args = parser.parse_args()
+    try:
+        settings = build_settings(args, presets[args.preset or "recipe"], *settings_classes)
+        if args.preset is None and not hasattr(args, "base_model"):
+            import torch
+
+            if not torch.cuda.is_available():
+                raise SettingsError(
+                    f"no CUDA device was found, and {RolloutSettings.base_model} needs one. On this machine: --preset demo "
+                    "(a small model and the starter games), or --base-model with a model that a CPU can run. On a "
+                    "machine with a GPU: uv sync --extra gpu"
+                )
+        if any(getattr(s, "base_model", None) == DEMO_MODEL for s in settings):
+            make_demo_model()
+        asyncio.run(run(*settings))
+    except Exception as error:
+        # Only errors that were written for a person; anything else keeps its traceback.
+        if type(error).__module__ in PROJECT_MODULES or isinstance(error, FloatingPointError):
+            sys.exit(f"error: {error}")
+        raise
+
+
+PROJECT_MODULES = ("__main__", "data", "protocol", "environment", "rollout", "train", "eval")
+
+
+def make_demo_model() -> None:
+    """Make the demo model if it is not there yet."""
+    if not Path(DEMO_MODEL).exists():
+        print(f"Making the demo model in {DEMO_MODEL} (once, a few minutes)", flush=True)
+        subprocess.run([sys.executable, Path(DEMO_MODEL).parent / "make_model.py", "--output", DEMO_MODEL], check=True)
+
+
+# --- pure functions -------------------------------------------------------------------------------------------------
+
+
+def request_seed(run_seed: int, update: int, game_id: str, turn: int, branch: int = 0) -> int:
+    """Sampling seed of one turn: a hash of (run seed, update, game, turn) in the upper bits, the branch in the low 8.
+
+    vLLM gives child i of a request with n > 1 the seed + i, so the first turn's one request of a whole group draws
+    exactly the seeds that its branches would have drawn alone.
+    """
+    key = json.dumps([run_seed, update, game_id, turn]).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest()) * MAX_GROUP_SIZE + branch
+
+
+def trajectory_reward(won: bool, invalid_actions: int) -> float:
+    """R = [won] - 0.1 * (malformed or inadmissible turns); nothing per step."""
+    return float(won) - INVALID_ACTION_PENALTY * invalid_actions
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Turn:
+    """One assistant message and what came of it."""
+
+    prompt_length: int
+    end: int  # the completion is tokens[prompt_length:end]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    action: str | None
+    error: str | None
+    status: Status
+    observation: str
+    admissible: tuple[str, ...]
+
+
+@dataclass
+class Trajectory:
+    """All turns of one branch. `tokens` holds prompt, completions and observations, each token once."""
+
+    game: Game
+    update: int
+    branch: int
+    task: str
+    messages: list[dict]
+    tokens: list[int]
+    turns: list[Turn] = field(default_factory=list)
+    stop_reason: str = ""  # won, game_over, max_steps or max_tokens
+    policy_version: str = ""
+
+    @property
+    def won(self) -> bool:
+        return self.stop_reason == "won"
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason in ("max_steps", "max_tokens")
+
+    @property
+    def invalid_actions(self) -> int:
+        return sum(turn.status in ("malformed", "not admissible") for turn in self.turns)
+
+    @property
+    def malformed(self) -> int:
+        return sum(turn.status == "malformed" for turn in self.turns)
+
+    @property
+    def reward(self) -> float:
+        return trajectory_reward(self.won, self.invalid_actions)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """[start, end) of each completion in `tokens`."""
+        return [(turn.prompt_length, turn.end) for turn in self.turns]
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        return [turn.logprobs for turn in self.turns]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens the engine was given over all turns (history counts again every turn)."""
+        return sum(turn.prompt_length for turn in self.turns)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+    def record(self) -> dict:
+        """Everything needed to read or replay the trajectory, as one JSON object."""
+        logprobs = [logprob for turn in self.turns for logprob in turn.logprobs]
+        return {
+            "type": "trajectory",
+            "split": self.game.split,
+            "game_id": self.game.game_id,
+            "task_type": self.game.task_type,
+            "update": self.update,
+            "branch": self.branch,
+            "policy_version": self.policy_version,
+            "task": self.task,
+            "won": self.won,
+            "reward": self.reward,
+            "steps": len(self.turns),
+            "invalid_actions": self.invalid_actions,
+            "valid_tool_calls": len(self.turns) - self.malformed,
+            "admissible_actions": len(self.turns) - self.invalid_actions,
+            "truncated": self.truncated,
+            "stop_reason": self.stop_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "sampled_tokens": self.sampled_tokens,
+            "trajectory_tokens": len(self.tokens),
+            "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+            "messages": self.messages,
+            "turns": [
+                {
+                    "step": step,
+                    "action": turn.action,
+                    "error": turn.error,
+                    "status": turn.status,
+                    "observation": turn.observation,
+                    "admissible": list(turn.admissible),
+                    "prompt_tokens": turn.prompt_length,
+                    "completion_tokens": turn.end - turn.prompt_length,
+                    "finish_reason": turn.finish_reason,
+                }
+                for step, turn in enumerate(self.turns, 1)
+            ],
+        }
+
+
+def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write trajectories as JSON lines, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for trajectory in trajectories:
+            file.write(json.dumps(trajectory.record(), ensure_ascii=False) + "\n")
+    partial.replace(path)
+
+
+# --- the sampler ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sampled tokens with their log-probabilities under the sampling distribution (temperature applied)."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@dataclass
+class TokenCounts:
+    """What the engine did since its start: prompt tokens read, those it had to compute, tokens sampled."""
+
+    prompt: int = 0
+    computed: int = 0
+    sampled: int = 0
+
+    def since(self, before: "TokenCounts") -> "TokenCounts":
+        return TokenCounts(self.prompt - before.prompt, self.computed - before.computed, self.sampled - before.sampled)
+
+
+class Sampler:
+    """One vLLM engine for the whole run; use it from one event loop only (its output task belongs to the first).
+
+    `start` loads the base model. Weights reach it by `use_adapter` (a hot-loaded LoRA) or `reload` (merged weights).
+    """
+
+    def __init__(
+        self, engine, settings: RolloutSettings, stop_token_ids: list[int], counts: TokenCounts, seeded: bool
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._seeded = seeded
+        self._stop_token_ids = stop_token_ids
+        self._counts = counts
+        self._adapter = None
+        self._requests = 0
+        self.policy_version = "base"
+
+    @classmethod
+    async def start(
+        cls, settings: RolloutSettings, stop_token_ids: list[int], lora_rank: int = 0, **engine_options
+    ) -> "Sampler":
+        """Start the engine process. `lora_rank` above 0 prepares it for adapters of that rank.
+
+        `engine_options` go to vLLM's engine arguments as they are, over the ones chosen here.
+        """
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import torch
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        counts = TokenCounts()
+
+        class CountTokens(StatLoggerBase):
+            """vLLM's own per-iteration numbers: exact for requests with n > 1 too, where an output names one child."""
+
+            def __init__(self, vllm_config, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0) -> None:
+                if iteration_stats is not None:
+                    counts.prompt += iteration_stats.prompt_token_stats.total
+                    counts.computed += iteration_stats.prompt_token_stats.computed
+                    counts.sampled += iteration_stats.num_generation_tokens
+
+            def log_engine_initialized(self) -> None: ...
+
+        cuda = torch.cuda.is_available()
+        options = {
+            "model": settings.base_model,
+            "dtype": engine_dtype(settings),
+            "seed": settings.seed,
+            "max_model_len": settings.max_trajectory_tokens,
+            "max_num_seqs": settings.max_concurrent_requests,
+            "enable_prefix_caching": True,
+            # The log-probabilities of the distribution that was sampled from: temperature applied, as the trainer does.
+            "logprobs_mode": "processed_logprobs",
+            # Prompts go in and completions come out as token ids; sampling is what the flags say, not the checkpoint.
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "language_model_only": True,
+        }
+        if lora_rank:
+            from vllm.config.lora import MaxLoRARanks
+
+            ranks = [rank for rank in typing.get_args(MaxLoRARanks) if rank >= lora_rank]
+            if not ranks:
+                raise SettingsError(f"--lora-rank is {lora_rank}; the engine takes at most {max(typing.get_args(MaxLoRARanks))}")
+            options |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": min(ranks),
+                "lora_dtype": "auto",  # the model's own
+            }
+        if cuda:
+            options["gpu_memory_utilization"] = settings.engine_memory_share
+        else:
+            options |= {
+                "enforce_eager": True,  # compiling costs half a minute a start and gains little on a CPU
+                "kv_cache_memory_bytes": int(settings.engine_cache_gb * 2**30),
+                # A seeded request whose prefill is split over steps crashes the CPU engine: never split one.
+                "max_num_batched_tokens": max(32_768, settings.max_trajectory_tokens),
+            }
+            if not is_hybrid(settings.base_model):
+                options["block_size"] = 32  # the smallest the CPU kernels like: fewest prompt tokens computed twice
+        arguments = AsyncEngineArgs(**(options | engine_options))
+        # In a thread, as the policy's work is: the loop stays free for the environment's workers.
+        engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments, stat_loggers=[CountTokens])
+        # Caching a recurrent state splits prefills at block ends, and a seeded request with a split prefill crashes the
+        # CPU engine: hybrids sample without request seeds there. On CUDA every request is seeded.
+        return cls(engine, settings, stop_token_ids, counts, seeded=cuda or not is_hybrid(settings.base_model))
+
+    @property
+    def counts(self) -> TokenCounts:
+        return dataclasses.replace(self._counts)
+
+    async def sample(self, prompt: list[int], seed: int, max_tokens: int, n: int = 1) -> list[Completion]:
+        """`n` completions of `prompt` (token ids), child i seeded with seed + i."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=n,
+            seed=seed if self._seeded else None,
+            temperature=self._settings.temperature,
+            top_p=self._settings.top_p,
+            top_k=0,
+            min_p=0.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            max_tokens=max_tokens,
+            stop_token_ids=self._stop_token_ids,
+            logprobs=0,  # the sampled token's own
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        final = await self._answer(prompt, params)
+        return [
+            Completion(
+                list(o.token_ids),
+                [logprobs[token].logprob for logprobs, token in zip(o.logprobs, o.token_ids, strict=True)],
+                o.finish_reason,
+            )
+            for o in sorted(final.outputs, key=lambda o: o.index)
+        ]
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities (temperature 1) of tokens[1:] under the weights in use, computed without the prefix cache."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._answer(list(tokens), params)
+        return [logprobs[token].logprob for logprobs, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
+
+    async def _answer(self, prompt: list[int], params):
+        """The engine's one final output for a prompt of token ids."""
+        self._requests += 1
+        final = None
+        async for output in self._engine.generate(
+            {"prompt_token_ids": prompt}, params, f"r{self._requests}", lora_request=self._adapter
+        ):
+            final = output
+        if final is None or len(final.outputs) != params.n or len(final.prompt_token_ids) != len(prompt):
+            raise RolloutError(f"the engine gave no full answer to a prompt of {len(prompt)} tokens (n={params.n})")
+        return final
+
+    async def use_adapter(self, folder: Path, version: int) -> None:
+        """Sample with the LoRA adapter in `folder` from now on; `version` must be new (it keys engine and cache)."""
+        from vllm.lora.request import LoRARequest
+
+        previous = self._adapter
+        adapter = LoRARequest(f"update-{version}", version + 1, str(folder))
+        if not await self._engine.add_lora(adapter):
+            raise RolloutError(f"the engine did not take the adapter in {folder}")
+        self._adapter = adapter
+        self.policy_version = adapter.lora_name
+        if previous is not None:
+            await self._engine.remove_lora(previous.lora_int_id)
+
+    async def reload(self, folder: Path, version: int) -> None:
+        """Sample with the full weights in `folder` (safetensors) from now on, loaded over the old ones in place."""
+        await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        # Key-value blocks of the old weights must not answer for the new ones.
+        if not await self._engine.reset_prefix_cache():
+            raise RolloutError("the engine could not drop its prefix cache: requests were still running during a reload")
+        self.policy_version = f"update-{version}"
+
+    def close(self) -> None:
+        """End the engine and its processes."""
+        self._engine.shutdown()
+
+
+def engine_dtype(settings: RolloutSettings) -> str:
+    """Number format of engine and trainer. Gated-DeltaNet kernels have no fp32 path on a CPU."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() or is_hybrid(settings.base_model) else "float32"
+
+
+def load_model_config(base_model: str):
+    """The model's (text) config. Raises SettingsError when `base_model` is no model."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(base_model).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(
+            f"--base-model {base_model!r} is no model: {str(error).splitlines()[0]} "
+            "(give a folder with config.json, or a Hub id that this machine has or can reach)"
+        ) from error
+
+
+def is_hybrid(base_model: str) -> bool:
+    """Whether some layers keep a recurrent state (Gated DeltaNet), as in Qwen3.5."""
+    return "linear_attention" in (getattr(load_model_config(base_model), "layer_types", None) or ())
+
+
+def check_model(settings: RolloutSettings) -> None:
+    """Refuse what can be refused without loading weights: no model, too short a context, no way to run it here."""
+    config = load_model_config(settings.base_model)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and limit < settings.max_trajectory_tokens:
+        raise SettingsError(
+            f"--max-trajectory-tokens is {settings.max_trajectory_tokens}, but {settings.base_model!r} reads at most "
+            f"{limit} tokens: lower it to {limit}"
+        )
+    if is_hybrid(settings.base_model) and engine_dtype(settings) != "bfloat16":
+        raise SettingsError(f"--dtype is {settings.dtype!r}; {settings.base_model!r} runs in bfloat16 only")
+
+
+def load_chat_tokens(base_model: str) -> ChatTokens:
+    """The model's tokenizer with its proven chat template. Raises SettingsError or protocol.TemplateMismatch."""
+    from transformers import AutoTokenizer
+
+    try:
+        return ChatTokens(AutoTokenizer.from_pretrained(base_model))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--base-model {base_model!r} has no usable tokenizer: {error}") from error
+
+
+# --- playing --------------------------------------------------------------------------------------------------------
+
+
+async def play_group(
+    sampler: Sampler,
+    chat: ChatTokens,
+    pool: WorldPool,
+    game: Game,
+    size: int,
+    update: int,
+    settings: RolloutSettings,
+    on_finished: Callable[[Trajectory], None] = lambda trajectory: None,
+) -> list[Trajectory]:
+    """Play `size` branches of one game, each at its own pace; returns them in branch order."""
+    group = await pool.open_group(game.path, size)
+    try:
+        shown = group.first.admissible if settings.include_admissible_actions else None
+        messages = first_messages(group.task, group.first.observation, shown)
+        prompt = chat.first_prompt(messages)
+        trajectories = [
+            Trajectory(game, update, branch, group.task, list(messages), list(prompt), policy_version=sampler.policy_version)
+            for branch in range(size)
+        ]
+        room = settings.max_trajectory_tokens - len(prompt)
+        if room < 1:
+            for trajectory in trajectories:
+                trajectory.stop_reason = "max_tokens"
+                on_finished(trajectory)
+            return trajectories
+        first_turns = await sampler.sample(
+            prompt,
+            request_seed(settings.seed, update, game.game_id, turn=0),
+            min(settings.max_assistant_tokens, room),
+            n=size,
+        )
+
+        async def play(trajectory: Trajectory, completion: Completion) -> Trajectory:
+            await _play_branch(sampler, chat, group, trajectory, completion, settings)
+            group.finish(trajectory.branch)
+            on_finished(trajectory)
+            return trajectory
+
+        return await gather_or_cancel(map(play, trajectories, first_turns))
+    finally:
+        group.close()
+
+
+async def _play_branch(
+    sampler: Sampler,
+    chat: ChatTokens,
+    group: Group,
+    trajectory: Trajectory,
+    completion: Completion,
+    settings: RolloutSettings,
+) -> None:
+    """One trajectory from its first completion to its end: record, act in the world, extend the prompt, sample."""
+    tokens, limit = trajectory.tokens, settings.max_trajectory_tokens
+    state = group.first
+    while True:
+        turn, state = await _take_turn(chat, group, trajectory, completion, state)
+        trajectory.turns.append(turn)
+        step = len(trajectory.turns)
+        shown = state.admissible if settings.include_admissible_actions else None
+        result = tool_result(step, settings.max_episode_steps, turn.status, turn.observation, shown)
+        trajectory.messages += [{"role": "assistant", "content": turn.text}, {"role": "tool", "content": result}]
+        if state.won or state.done:
+            trajectory.stop_reason = "won" if state.won else "game_over"
+        elif step == settings.max_episode_steps:
+            trajectory.stop_reason = "max_steps"
+        else:
+            extension = chat.extension(completion.tokens, result)
+            if len(tokens) + len(extension) >= limit:  # a prompt needs room for one sampled token at least
+                trajectory.stop_reason = "max_tokens"
+        if trajectory.stop_reason:
+            break
+        tokens += extension
+        [completion] = await sampler.sample(
+            list(tokens),
+            request_seed(settings.seed, trajectory.update, trajectory.game.game_id, step, trajectory.branch),
+            min(settings.max_assistant_tokens, limit - len(tokens)),
+        )
+    check_prefix_extension(len(tokens), [turn.prompt_length for turn in trajectory.turns], trajectory.spans)
+
+
+async def _take_turn(
+    chat: ChatTokens, group: Group, trajectory: Trajectory, completion: Completion, state: WorldState
+) -> tuple[Turn, WorldState]:
+    """Append a completion to the trajectory, carry out its action, and return the turn and the world after it."""
+    if not completion.tokens or any(map(math.isnan, completion.logprobs)):
+        what = "a log-probability that is no number" if completion.tokens else "no tokens"
+        raise RolloutError(
+            f"the engine sampled {what} in turn {len(trajectory.turns) + 1} of branch {trajectory.branch} of "
+            f"{trajectory.game.game_id} (weights: {trajectory.policy_version}): check the weights for NaN"
+        )
+    prompt_length = len(trajectory.tokens)
+    trajectory.tokens += completion.tokens
+    text = chat.completion_text(completion.tokens)
+    call = parse_tool_call(text)
+    if call.action is None:
+        status: Status = "malformed"
+        observation = f"No action was taken: {call.error}. Call alfworld_step exactly once, at the end of your turn."
+    else:
+        status = "executed" if call.action in state.admissible else "not admissible"
+        state = await group.step(trajectory.branch, call.action)
+        observation = state.observation
+        if state.won or state.done:
+            status = "won" if state.won else "over"
+    turn = Turn(
+        prompt_length, len(trajectory.tokens), completion.logprobs, text, completion.finish_reason,
+        call.action, call.error, status, observation, state.admissible,
+    )  # fmt: skip
+    return turn, state
+
+
+async def gather_or_cancel(coroutines: Iterable[Awaitable]) -> list:
+    """asyncio.gather, but the first failure cancels the rest and is raised only when all have ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def check_first_prompts(
+    chat: ChatTokens, pool: WorldPool, games: Sequence[Game], settings: RolloutSettings
+) -> None:
+    """Raise SettingsError if a game's first prompt leaves no room for a completion (before a model is loaded)."""
+
+    async def check(game: Game) -> None:
+        group = await pool.open_group(game.path, 1)
+        group.close()
+        shown = group.first.admissible if settings.include_admissible_actions else None
+        length = len(chat.first_prompt(first_messages(group.task, group.first.observation, shown)))
+        if length >= settings.max_trajectory_tokens:
+            raise SettingsError(
+                f"--max-trajectory-tokens is {settings.max_trajectory_tokens}, but the first prompt of {game.path} "
+                f"has {length} tokens: give at least {length + settings.max_assistant_tokens}"
+            )
+
+    await gather_or_cancel(map(check, games))
+

@@ -1,0 +1,136 @@
+"""Stock alfworld/TextWorld, as the reference that the compiled world is compared with. Tests and benchmark only.
+
+`StockWorld` is textworld's own environment for PDDL games under alfworld's own name demangler, asked for `won` and the
+admissible commands. A finished game stays as it is and answers every further command with its last state, as
+TextWorld's batch environments do (the ones that alfworld plays through). `memoise` saves the reference most of its
+waiting in long checks; the benchmark does not use it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import fast_downward
+import textworld
+import textworld.envs.pddl.textgen as textgen
+from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+from textworld.generator.game import EntityInfo
+from textworld.logic import Placeholder, Variable
+
+State = tuple[str, tuple[str, ...], int, bool, bool]  # observation, admissible, score, won, done
+
+
+def _derive(self, context=None):
+    """`EvalSymbol.derive` with its variables handed to `eval`: CPython 3.13 no longer sees `locals().update`."""
+    context = context or self.context
+    return [textgen.TerminalSymbol(eval(self.expression, vars(textgen), dict(context["variables"])))]
+
+
+if sys.version_info >= (3, 13):
+    textgen.EvalSymbol.derive = _derive
+
+
+class StockWorld:
+    """One game in stock TextWorld. `load` once, `reset` at will."""
+
+    def __init__(self) -> None:
+        infos = textworld.EnvInfos(won=True, admissible_commands=True)
+        self._env = AlfredDemangler(textworld.envs.PddlEnv(infos), shuffle=False)
+
+    def load(self, game_file: Path | str) -> None:
+        self._env.load(str(game_file))
+
+    def reset(self) -> State:
+        state = self._env.reset()
+        self._last: State = (state.feedback, tuple(state["admissible_commands"]), 0, state["won"], False)
+        return self._last
+
+    def step(self, action: str) -> State:
+        if not self._last[4]:
+            state, score, done = self._env.step(action)
+            self._last = (state.feedback, tuple(state["admissible_commands"]), score, state["won"], done)
+        return self._last
+
+
+def memoise() -> None:
+    """Spare this process's stock worlds their repeated work, for checks over many games. Texts do not change.
+
+    The PDDL translation is a function of domain and problem and nothing writes to its result: one a game instead of
+    four (the planner's own, `optimize=True`, only answers requests for a plan and is given the plain one). Parsing is
+    a function of the text; what a derivation writes to a parsed symbol (its context) goes to a copy.
+    """
+    translate = fast_downward.pddl2sas
+    parse, parse_query = textgen._parse_and_convert, textgen.Rule.parse_conjunctive_query
+
+    @functools.lru_cache(maxsize=2)
+    def translated(domain, problem):
+        return translate(domain, problem)
+
+    @functools.lru_cache(maxsize=None)
+    def parsed(text, rule_name):
+        return parse(text, rule_name=rule_name)
+
+    fast_downward.pddl2sas = lambda domain, problem, verbose=False, optimize=False: translated(domain, problem)
+    textgen._parse_and_convert = lambda text, rule_name, trace=False: list(map(copy.copy, parsed(text, rule_name)))
+    textgen.Rule.parse_conjunctive_query = functools.lru_cache(maxsize=None)(parse_query)
+    for kind in (EntityInfo, Placeholder, Variable):  # never written to once a game is loaded
+        kind.__deepcopy__ = lambda self, memo: self
+
+
+ODDITIES = (
+    "", " ", "  look ", "LOOK", "Go To desk 1", "go  to desk 1", "go to desk", "take", "fly to the moon", "examine",
+    "examine desk 1", "help me", "look\n", "inventory.", "put apple 1 in/on desk 1", "go to nowhere 7", "1", "[{r}]",
+)  # fmt: skip
+PLAIN = ("look", "inventory", "help")
+HANDLING = ("take", "move", "open", "close", "use", "heat", "cool", "clean", "slice", "examine")
+
+
+def random_action(rng: random.Random, admissible: Sequence[str], earlier: Sequence[str]) -> str:
+    """A command: mostly admissible (handling things more often than walking), else formerly so, odd or misspelt."""
+    kind = rng.random()
+    handling = [action for action in admissible if action.startswith(HANDLING)]
+    if kind < 0.35 and handling:
+        return rng.choice(handling)
+    if kind < 0.65:
+        return rng.choice(admissible)
+    if kind < 0.75:
+        return rng.choice(PLAIN)
+    if kind < 0.85:
+        return rng.choice(earlier)
+    if kind < 0.92:
+        return rng.choice(ODDITIES)
+    action = rng.choice(admissible)
+    return rng.choice((action.upper(), action.replace(" ", "  "), f"  {action}\t", action[:-1], f"{action} 1"))
+
+
+def difference(stock: StockWorld, world, actions: Sequence[str] | int, rng: random.Random) -> tuple[int, str]:
+    """Play the same commands in both worlds, those given or so many random ones, and look again after the end.
+
+    `stock` has the game loaded, `world` is the compiled one. Returns the steps compared and the first difference
+    ("" if there is none) as a text.
+    """
+    expected = stock.reset()
+    state, reply = world.start()
+    done: list[str] = []
+    earlier = list(expected[1])
+    for number in itertools.count():
+        if reply != expected:
+            return number, f"after {done}: stock {expected!r}, compiled {reply!r}"
+        if isinstance(actions, int):
+            if number == actions:
+                return number, ""
+            action = random_action(rng, expected[1], earlier)
+            earlier += expected[1]
+        elif number < len(actions) + 2:
+            action = [*actions, "look", rng.choice(expected[1])][number]
+        else:
+            return number, ""
+        done.append(action)
+        expected = stock.step(action)
+        state, reply = world.step(state, reply, action)

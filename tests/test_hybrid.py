@@ -1,0 +1,76 @@
+"""A small Qwen3.5 (Gated DeltaNet and attention, stored as a vision-language model): trainer against engine, in bf16.
+
+The engine's Gated-DeltaNet kernel for CPUs has no fp32 path, so the bound is that of bf16.
+"""
+
+import pytest
+import torch
+
+from rollout import RolloutSettings, Sampler, SettingsError, check_model, engine_dtype, is_hybrid, load_chat_tokens
+from train import Policy, WeightSync, make_datum, resolve_sync
+
+
+@pytest.fixture(scope="module")
+def settings(hybrid_model):
+    return RolloutSettings(base_model=hybrid_model, max_trajectory_tokens=4_000)
+
+
+@pytest.fixture(scope="module")
+def chat(hybrid_model):
+    return load_chat_tokens(hybrid_model)
+
+
+@pytest.fixture(scope="module")
+def sampler(run, settings, chat):
+    sampler = run(Sampler.start(settings, chat.stop_token_ids, lora_rank=8))
+    yield sampler
+    sampler.close()
+
+
+def talk(run, sampler, chat, version):
+    """Eight turns of whatever the random model says; returns the datum and the engine's token counts."""
+    counted = sampler.counts
+    tokens = chat.first_prompt([{"role": "system", "content": "Act."}, {"role": "user", "content": "Task: look. " * 60}])
+    spans, logprobs = [], []
+    for turn in range(8):
+        [completion] = run(sampler.sample(list(tokens), 100 * version + turn, 24))
+        spans.append((len(tokens), len(tokens) + len(completion.tokens)))
+        logprobs.append(completion.logprobs)
+        tokens += completion.tokens
+        tokens += chat.extension(completion.tokens, f"Step {turn}: executed\nObservation: You see nothing in drawer 1." * 3)
+    return make_datum(tokens, spans, logprobs, 1.0), sampler.counts.since(counted)
+
+
+def gaps(policy, datum):
+    with torch.no_grad():
+        logprobs, _ = policy.logprobs(datum)
+    return (logprobs - datum.old_logprobs_T[datum.mask_T]).abs()
+
+
+def test_hybrid_is_recognised_and_runs_in_bf16_with_an_adapter(hybrid_model, warm_model, settings):
+    assert is_hybrid(hybrid_model) and not is_hybrid(warm_model)
+    assert engine_dtype(settings) == "bfloat16" and resolve_sync("auto", "bfloat16") == "adapter"
+    with pytest.raises(SettingsError, match="--dtype is 'float32'.*bfloat16 only"):
+        check_model(RolloutSettings(base_model=hybrid_model, dtype="float32"))
+
+
+def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(run, sampler, chat, hybrid_model):
+    policy = Policy(hybrid_model, lora_rank=8, device="cpu", dtype=torch.bfloat16)
+    assert policy.vision_language
+    base, counts = talk(run, sampler, chat, 0)
+    assert counts.computed < counts.prompt
+    assert gaps(policy, base).mean() < 0.02
+    sync = WeightSync(policy, sampler, "adapter", "bfloat16")
+    generator = torch.Generator().manual_seed(3)
+    for version in (1, 2):
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        run(sync.push(version, probe=base.tokens_T[:64].tolist()))
+        datum, counts = talk(run, sampler, chat, version)
+        assert counts.computed < counts.prompt
+        assert gaps(policy, datum).mean() < 0.02
+        # the adapter did something: the policy is far from what sampled before it
+        assert gaps(policy, base).mean() > 0.1
+    sync.close()

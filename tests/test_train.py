@@ -1,0 +1,226 @@
+"""The training loop's parts on the real engine: parity with it, weight sync, what stops a run; and the whole command."""
+
+import asyncio
+import json
+import re
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import train
+from advantages import group_advantages
+from rollout import RolloutSettings, SettingsError, gather_or_cancel, play_group
+from train import (
+    MismatchTooLarge,
+    Policy,
+    TrainSettings,
+    WeightsDidNotArrive,
+    WeightSync,
+    make_datum,
+    make_run_dir,
+    resolve_sync,
+    rollout_metrics,
+    save_checkpoint,
+    train_on,
+)
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"max_steps": 0}, "--max-steps is 0"),
+        ({"games_per_batch": 0}, "--games-per-batch is 0"),
+        ({"group_size": 0}, "--group-size is 0"),
+        ({"group_size": 257}, "--group-size is 257"),
+        ({"lora_rank": 0}, "--lora-rank is 0"),
+        ({"learning_rate": 0.0}, "--learning-rate is 0.0"),
+        ({"learning_rate": float("nan")}, "--learning-rate is nan"),
+        ({"beta2": 1.0}, "--beta2 is 1.0"),
+        ({"ppo_clip_low": 1.3, "ppo_clip_high": 1.2}, "--ppo-clip-low is '1.3"),
+        ({"ppo_clip_low": 0.8, "ppo_clip_high": 0.9}, "--ppo-clip-high 0.9"),
+        ({"save_every": -1}, "--save-every is -1"),
+        ({"max_mismatch_kl": 0.0}, "--max-mismatch-kl is 0.0"),
+        ({"weight_sync": "nfs"}, "--weight-sync is 'nfs'"),
+    ],
+)
+def test_impossible_settings_are_refused_by_flag_and_value(changed, named):
+    with pytest.raises(SettingsError, match=re.escape(named)):
+        TrainSettings(**changed)
+
+
+def test_auto_keeps_small_updates_merged_in_fp32_and_as_an_adapter_in_bf16():
+    assert resolve_sync("auto", "float32") == "merged"
+    assert resolve_sync("auto", "bfloat16") == "adapter"
+    assert resolve_sync("adapter", "float32") == "adapter"
+
+
+def test_run_folder_that_exists_or_cannot_be_written_is_refused(tmp_path):
+    make_run_dir(tmp_path / "run", {"a": 1})
+    assert json.loads((tmp_path / "run" / "settings.json").read_text()) == {"a": 1}
+    with pytest.raises(SettingsError, match="exists: choose another --run-name"):
+        make_run_dir(tmp_path / "run", {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="cannot write to .*choose another --runs-dir"):
+        make_run_dir(tmp_path / "file" / "run", {})
+
+
+# --- rollout, update and sync against the real engine ---------------------------------------------------------------
+
+
+@pytest.fixture
+def policy(warm_model):
+    return Policy(warm_model, lora_rank=8, learning_rate=3e-3, device="cpu", seed=1)
+
+
+@pytest.fixture
+def sync(run, policy, sampler, warm_model):
+    """A weight sync to the session's engine, which gets its first weights back afterwards."""
+    sync = WeightSync(policy, sampler, "merged", "float32")
+    yield sync
+    run(WeightSync(Policy(warm_model, lora_rank=8, device="cpu"), sampler, "merged", "float32").push(0))
+    sampler.policy_version = "base"
+    sync.close()
+
+
+def roll(run, sampler, chat, pool, games, update, settings):
+    groups = run(gather_or_cancel(play_group(sampler, chat, pool, game, 4, update, settings) for game in games))
+    return groups, [group_advantages([t.reward for t in group]) for group in groups]
+
+
+def difference_from_engine(policy, groups):
+    """|trainer - engine| a sampled token, over all trajectories of all groups."""
+    gaps = []
+    for trajectory in sum(groups, []):
+        datum = make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, 1.0)
+        with torch.no_grad():
+            logprobs, _ = policy.logprobs(datum)
+        gaps.append((logprobs - datum.old_logprobs_T[datum.mask_T]).abs())
+    return torch.cat(gaps)
+
+
+def test_trainer_and_engine_agree_before_and_after_two_updates(
+    run, policy, sync, sampler, chat, pool, play_settings, starter_games
+):
+    counted = sampler.counts
+    groups, advantages = roll(run, sampler, chat, pool, starter_games[:2], 0, play_settings)
+    counts = sampler.counts.since(counted)
+    assert counts.computed < 0.5 * counts.prompt  # the comparison is one with prefix-cache hits
+    assert difference_from_engine(policy, groups).mean() < 1e-4
+    first = groups
+    for update in (1, 2):
+        metrics, probe = train_on(policy, groups, advantages, TrainSettings())
+        assert metrics["mismatch/mean"] < 1e-4 and metrics["train/clip_fraction"] == 0
+        run(sync.push(update, probe=probe))
+        groups, advantages = roll(run, sampler, chat, pool, starter_games[:2], update, play_settings)
+        gaps = difference_from_engine(policy, groups)
+        assert gaps.mean() < 1e-4 and gaps.max() < 1e-3
+        assert {t.policy_version for group in groups for t in group} == {f"update-{update}"}
+    # and the weights have really moved: on the first tokens the policy is now elsewhere
+    assert difference_from_engine(policy, first).mean() > 1e-2
+
+
+def test_adapter_way_changes_the_engine_as_the_merged_way_does(run, warm_model, chat, policy):
+    """The other way of sync, on an engine of its own that takes LoRA requests."""
+    from rollout import Sampler
+
+    settings = RolloutSettings(base_model=warm_model, max_trajectory_tokens=2_000)
+    adapted = run(Sampler.start(settings, chat.stop_token_ids, lora_rank=8))
+    try:
+        prompt = chat.first_prompt([{"role": "system", "content": "s"}, {"role": "user", "content": "Task: look. " * 20}])
+        sync = WeightSync(policy, adapted, "adapter", "float32")
+        base = run(adapted.sample(prompt, 5, 32))[0]
+        for version in (1, 2):
+            with torch.no_grad():
+                for name, parameter in policy.model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.normal_(std=0.05)
+            run(sync.push(version, probe=prompt))
+            [completion] = run(adapted.sample(prompt, 5, 32))
+            datum = make_datum(prompt + completion.tokens, [(len(prompt), len(prompt) + len(completion.tokens))], [completion.logprobs], 1.0)
+            with torch.no_grad():
+                logprobs, _ = policy.logprobs(datum)
+            assert (logprobs - torch.tensor(completion.logprobs)).abs().mean() < 1e-4
+            assert completion.tokens != base.tokens
+            assert set(run(adapted._engine.list_loras())) == {version + 1}
+        sync.close()
+    finally:
+        adapted.close()
+
+
+def test_weights_that_do_not_reach_the_engine_stop_the_run(run, policy, sync, sampler, monkeypatch):
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+
+    async def lost(folder, version):
+        assert (folder / "model.safetensors").stat().st_size > 0
+
+    monkeypatch.setattr(sampler, "reload", lost)
+    with pytest.raises(WeightsDidNotArrive, match="weights update-5 .*did not reach it"):
+        run(sync.push(5, probe=list(range(40))))
+    monkeypatch.undo()
+    run(sync.push(6, probe=list(range(40))))
+
+
+def test_batch_sampled_with_other_weights_is_not_trained_on(
+    run, policy, sampler, chat, pool, play_settings, starter_games
+):
+    groups, advantages = roll(run, sampler, chat, pool, starter_games[:1], 0, play_settings)
+    before = [parameter.detach().clone() for parameter in policy.parameters]
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    moved = [parameter.detach().clone() for parameter in policy.parameters]
+    with pytest.raises(MismatchTooLarge, match="above --max-mismatch-kl 0.03.*no step was taken"):
+        train_on(policy, groups, [[1.0, -1.0, 0.5, -0.5]], TrainSettings())
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters, moved, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, moved, strict=True))
+
+
+def test_update_without_advantage_is_skipped_and_leaves_the_weights_alone(
+    run, policy, sampler, chat, pool, play_settings, starter_games
+):
+    groups, _ = roll(run, sampler, chat, pool, starter_games[:1], 0, play_settings)
+    before = [parameter.detach().clone() for parameter in policy.parameters]
+    assert train_on(policy, groups, [[0.0] * 4], TrainSettings()) is None
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters, before, strict=True))
+    metrics, _ = train_on(policy, groups, [[0.0, 1.0, 0.0, -1.0]], TrainSettings())
+    assert metrics["train/tokens"] == groups[0][1].sampled_tokens + groups[0][3].sampled_tokens
+
+
+def test_rollout_metrics_against_the_records(run, sampler, chat, pool, play_settings, starter_games):
+    groups, advantages = roll(run, sampler, chat, pool, starter_games[:2], 0, play_settings)
+    records = [trajectory.record() for group in groups for trajectory in group]
+    metrics = rollout_metrics(groups, advantages)
+    turns = sum(r["steps"] for r in records)
+    assert metrics["rollout/trajectories"] == 8
+    assert metrics["reward/mean"] == pytest.approx(sum(r["reward"] for r in records) / 8)
+    assert metrics["reward/success"] == sum(r["won"] for r in records) / 8
+    assert metrics["rollout/invalid_actions"] == sum(r["invalid_actions"] for r in records) / 8
+    assert metrics["rollout/valid_tool_calls"] == pytest.approx(sum(r["valid_tool_calls"] for r in records) / turns)
+    assert metrics["rollout/admissible_actions"] == pytest.approx(sum(r["admissible_actions"] for r in records) / turns)
+    assert metrics["advantage/trained_trajectories"] == sum(a != 0 for group in advantages for a in group)
+
+
+def test_saved_sampler_weights_are_a_plain_peft_adapter_with_where_they_come_from(tmp_path, policy, warm_model):
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    make_run_dir(tmp_path / "run", {})
+    folder = save_checkpoint(tmp_path / "run", policy, 7, asdict(TrainSettings()))
+    assert folder == tmp_path / "run" / "checkpoints" / "update-0007"
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(warm_model, dtype=torch.float32), folder / "sampler")
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens).logits, policy.model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert json.loads((folder / "sampler" / "training.json").read_text())["update"] == 7
+    assert torch.load(folder / "state" / "optimizer.pt", weights_only=True)["param_groups"][0]["lr"] == 3e-3
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))

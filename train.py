@@ -1,0 +1,885 @@
+"""Train the agent: masked-token PPO-clip on a LoRA policy, weight sync, checkpoints and the training loop.
+
+Owns everything between a trajectory with an advantage and the next weights: the training datum, the loss, the
+policy with its optimizer, the way new weights reach the sampler, what is saved, and the loop.
+
+Invariant: for equal weights, the trainer's log-probability of a sampled token is the sampler's (same tokens, same
+temperature, fp32 log-softmax); the gap between the two is measured in every update.
+
+Run by: `uv run python train.py --max-steps 80`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import importlib.util
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm, trange
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from advantages import group_advantages
+from data import Game, batch_of_games, find_games, shuffle_games
+from environment import EnvironmentSettings, WorldPool
+from protocol import PrefixViolation, check_prefix_extension
+from rollout import (
+    DEMO_DATA,
+    DEMO_MODEL,
+    MAX_GROUP_SIZE,
+    RolloutSettings,
+    Sampler,
+    SettingsError,
+    Trajectory,
+    check_first_prompts,
+    check_model,
+    engine_dtype,
+    flag,
+    gather_or_cancel,
+    load_chat_tokens,
+    play_group,
+    require,
+    run_with_settings,
+    write_records,
+)
+
+# --- training datum -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingDatum:
+    """One trajectory as one training sequence; position t predicts `targets_T[t]` from `tokens_T[: t + 1]`.
+
+    T is one less than the end of the last completion. Where `mask_T` is true the target was sampled by the model:
+    log-probability and advantage are the sampler's and the trajectory's. Elsewhere (prompt, observations) both are 0.
+    """
+
+    name: str
+    tokens_T: torch.Tensor  # int64
+    targets_T: torch.Tensor  # int64, the tokens one position later
+    mask_T: torch.Tensor  # bool
+    old_logprobs_T: torch.Tensor  # float32
+    advantages_T: torch.Tensor  # float32
+
+
+def make_datum(tokens: Sequence[int], spans: Sequence[tuple[int, int]], logprobs: Sequence[Sequence[float]],
+               advantage: float, name: str = "trajectory") -> TrainingDatum:
+    """Build the training sequence of a trajectory; `name` says in errors which one it is.
+
+    tokens: every token once (prompt, completions, observations). spans: [start, end) of each completion in `tokens`,
+    in order. logprobs: the sampler's log-probabilities, a list a span. Tokens after the last completion predict
+    nothing that was sampled and are cut off.
+    Raises ValueError for spans that are out of order, outside the tokens or at position 0, for log-probabilities
+    that do not match the spans in number or are not finite, and where nothing was sampled.
+    """
+    if len(spans) != len(logprobs):
+        raise ValueError(f"{name}: {len(spans)} completions but {len(logprobs)} lists of log-probabilities")
+    if not math.isfinite(advantage):
+        raise ValueError(f"{name}: advantage is {advantage}")
+    try:
+        check_prefix_extension(len(tokens), [start for start, _ in spans], spans)
+    except PrefixViolation as error:
+        raise PrefixViolation(f"{name}: {error}") from error
+    sampled: list[int] = []
+    for turn, ((start, end), span_logprobs) in enumerate(zip(spans, logprobs)):
+        where = f"{name}: completion {turn} at [{start}, {end})"
+        if len(span_logprobs) != end - start:
+            raise ValueError(f"{where} has {len(span_logprobs)} log-probabilities for {end - start} tokens")
+        if not all(map(math.isfinite, span_logprobs)):
+            raise ValueError(f"{where} has a log-probability that is not finite: {list(span_logprobs)}")
+        sampled.extend(range(start, end))
+    if not sampled:
+        raise ValueError(f"{name}: no sampled token, nothing to train on")
+
+    tokens_T = torch.tensor(tokens[: sampled[-1] + 1])
+    positions_A = torch.tensor(sampled) - 1
+    mask_T = torch.zeros(len(tokens_T) - 1, dtype=torch.bool)
+    mask_T[positions_A] = True
+    old_logprobs_T = torch.zeros(len(tokens_T) - 1)
+    old_logprobs_T[positions_A] = torch.tensor([logprob for span in logprobs for logprob in span])
+    return TrainingDatum(name, tokens_T[:-1], tokens_T[1:], mask_T, old_logprobs_T, mask_T.float() * advantage)
+
+
+# --- loss -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Sums and maxima over sampled tokens; `a + b` joins micro-batches, `TokenStats()` is the empty start."""
+
+    tokens: int = 0
+    difference_sum: float = 0.0
+    difference_max: float = 0.0
+    k1_sum: float = 0.0
+    k3_sum: float = 0.0
+    loss_sum: float = 0.0
+    clipped_sum: float = 0.0
+    ratio_sum: float = 0.0
+    ratio_max: float = 0.0
+    entropy_sum: float = 0.0
+
+    def __add__(self, other: TokenStats) -> TokenStats:
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        joined = {name: max(pair) if name.endswith("_max") else sum(pair) for name, pair in pairs.items()}
+        return TokenStats(**joined)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of an update: the loss is a sum, all else means and maxima a token; ValueError without tokens."""
+        if not self.tokens:
+            raise ValueError("no token was trained on: an update that is skipped has no loss metrics")
+        return {
+            "train/tokens": self.tokens,
+            "train/loss": self.loss_sum,
+            "train/clip_fraction": self.clipped_sum / self.tokens,
+            "train/ratio_mean": self.ratio_sum / self.tokens,
+            "train/ratio_max": self.ratio_max,
+            "train/entropy": self.entropy_sum / self.tokens,
+            "mismatch/mean": self.difference_sum / self.tokens,
+            "mismatch/max": self.difference_max,
+            "mismatch/k1": self.k1_sum / self.tokens,
+            "mismatch/k3": self.k3_sum / self.tokens,
+        }
+
+
+def mismatch_stats(logprobs_A: torch.Tensor, rollout_logprobs_A: torch.Tensor) -> TokenStats:
+    """How far trainer (new) and rollout (old) are apart: |new - old|, and two estimators of KL(rollout || trainer).
+
+    Both inputs: log-probabilities of the same A sampled tokens, before the optimizer step, in nats. Per token
+    k1 = old - new (unbiased, of either sign) and k3 = exp(new - old) - 1 - (new - old) (unbiased, never negative,
+    steadier). With one step an update they are PPO's `approx_kl` too.
+    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    if not logprobs_A.numel():
+        return TokenStats()
+    gap_A = (logprobs_A.double() - rollout_logprobs_A.double()).detach()
+    sums = torch.stack([gap_A.abs().sum(), gap_A.abs().max(), -gap_A.sum(), (gap_A.expm1() - gap_A).sum()])
+    return TokenStats(gap_A.numel(), *sums.tolist())
+
+
+def ppo_clip_loss(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
+                  clip_low: float, clip_high: float) -> tuple[torch.Tensor, TokenStats]:
+    """PPO-clip summed over sampled tokens: sum of -min(r A, clip(r, clip_low, clip_high) A), r = exp(new - old).
+
+    All inputs float32 [A]. A token counts as clipped where the clip decides the minimum, i.e. it has no gradient.
+    Returns the scalar loss and its detached statistics (without entropy, which the loss does not know).
+    Source: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7, with two free thresholds.
+    """
+    ratio_A = torch.exp(logprobs_A - old_logprobs_A)
+    plain_A = ratio_A * advantages_A
+    clipped_A = ratio_A.clamp(clip_low, clip_high) * advantages_A
+    loss = -torch.minimum(plain_A, clipped_A).sum()
+    sums = torch.stack([loss, (clipped_A < plain_A).sum(), ratio_A.sum(), ratio_A.max()]).detach().tolist()
+    stats = mismatch_stats(logprobs_A, old_logprobs_A)
+    return loss, replace(stats, loss_sum=sums[0], clipped_sum=sums[1], ratio_sum=sums[2], ratio_max=sums[3])
+
+
+# --- log-probabilities ----------------------------------------------------------------------------------------
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Language-model head and log-softmax of C rows, whose logits are computed again in backward.
+
+    By hand rather than by checkpointing, because the logits can be turned into the gradient in place: at the peak
+    there are two fp32 [C, vocab] buffers, with checkpointing three (measured).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_CD, weight_VD, bias_V, targets_C, temperature):
+        ctx.save_for_backward(hidden_CD, weight_VD, bias_V, targets_C)
+        ctx.temperature = temperature
+        logprobs_CV = _HeadLogprobs.log_softmax(hidden_CD, weight_VD, bias_V, temperature)
+        logprobs_C = logprobs_CV.gather(1, targets_C[:, None])[:, 0]
+        entropies_C = logprobs_CV.exp().mul_(logprobs_CV).sum(-1).neg_()
+        ctx.mark_non_differentiable(entropies_C)
+        return logprobs_C, entropies_C
+
+    @staticmethod
+    def backward(ctx, grad_C, _):
+        hidden_CD, weight_VD, bias_V, targets_C = ctx.saved_tensors
+        probs_CV = _HeadLogprobs.log_softmax(hidden_CD, weight_VD, bias_V, ctx.temperature).exp_()
+        # d logprob[target] / d logits = (onehot(target) - softmax) / temperature
+        grad_CV = probs_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], grad_C[:, None])
+        grad_CV = grad_CV.div_(ctx.temperature).to(weight_VD.dtype)
+        grad_weight_VD = grad_CV.T @ hidden_CD if ctx.needs_input_grad[1] else None
+        grad_bias_V = grad_CV.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_CV @ weight_VD, grad_weight_VD, grad_bias_V, None, None
+
+    @staticmethod
+    def log_softmax(hidden_CD, weight_VD, bias_V, temperature):
+        logits_CV = F.linear(hidden_CD, weight_VD, bias_V).float().div_(temperature)
+        return logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
+
+
+def token_logprobs(hidden_AD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None,
+                   targets_A: torch.Tensor, temperature: float, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the targets and entropies of their distributions, float32 [A] each, in nats.
+
+    hidden_AD: the decoder's last hidden states at the positions that predict `targets_A`. Logits are divided by the
+    sampling temperature and exist for `chunk` rows at a time (2 buffers of chunk * vocab * 4 bytes), in forward and
+    in backward. The log-probabilities are differentiable; the entropies are a metric and are not.
+    """
+    parts = [
+        _HeadLogprobs.apply(hidden_CD, weight_VD, bias_V, targets_C, temperature)
+        for hidden_CD, targets_C in zip(hidden_AD.split(chunk), targets_A.split(chunk))
+    ]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+
+# --- policy ---------------------------------------------------------------------------------------------------
+
+_DENSE_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_GATED_DELTA_LINEARS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+# By name, since peft knows no defaults for qwen3_5. Other architectures: every linear but the head.
+LORA_TARGETS = {"qwen3": _DENSE_LINEARS, "qwen3_5_text": _DENSE_LINEARS + _GATED_DELTA_LINEARS}
+
+# The adapter's product is scaled by alpha / rank. A fixed alpha keeps the size of an update, and so the learning
+# rate, about the same at any rank ("LoRA Without Regret", Schulman et al. 2025); at the recipe's rank 32 it is 1.
+LORA_ALPHA = 32
+
+_TEXT_LAYERS = "base_model.model.model.layers."
+_ENGINE_LAYERS = "base_model.model.model.language_model.layers."
+
+
+def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, bool]:
+    """Load the text model of a checkpoint, without dropout; and say whether that is a vision-language checkpoint.
+
+    Code from the checkpoint is never run. ValueError where there is no readable model, and where weights are missing
+    from the checkpoint or have another shape in it: transformers would fill them with random numbers.
+    """
+    try:
+        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SettingsError(f"base model {base_model!r} is no model folder and no readable hub id: {reason}") from error
+    text_config = config.get_text_config()
+    # Layers recompute in training mode only, so dropout is removed rather than switched off by eval mode: sampler
+    # and trainer must compute the same function.
+    for name, value in vars(text_config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(text_config, name, 0.0)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        base_model, config=config, dtype=dtype, trust_remote_code=False,
+        output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, by name
+    )
+    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if absent:
+        names = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
+        raise SettingsError(f"base model {base_model!r}: {len(absent)} weights are missing from the checkpoint or have "
+                         f"another shape there, and would be random: {names}; fetch or save the model again")
+    return model, text_config is not config
+
+
+def check_adapter(folder: Path, base_model: str) -> PeftConfig:
+    """The config of a saved adapter. ValueError, before weights are read, if there is none or it has another base."""
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise SettingsError(f"no adapter in {folder}: {file} is missing; give a path that train.py printed")
+    try:
+        saved = PeftConfig.from_pretrained(str(folder))
+        saved_base = str(saved.base_model_name_or_path)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SettingsError(f"{folder / 'adapter_config.json'} is no adapter config: {error}") from error
+    if saved_base != base_model and Path(saved_base).resolve() != Path(base_model).resolve():
+        raise SettingsError(
+            f"{folder} is an adapter trained on another base, {saved_base}, not on {base_model}; "
+            f"pass --base-model {saved_base}"
+        )
+    return saved
+
+
+class Policy:
+    """The base model with a LoRA adapter, and Adam over the adapter's weights; the base is never written to.
+
+    Limits: one trajectory a micro-batch (packing would leak the recurrent state of Gated-DeltaNet layers from one
+    trajectory into the next); no adapter on embeddings and head (the CPU sampler can't reload a tied head).
+    """
+
+    def __init__(self, base_model: str, *, lora_rank: int = 32, learning_rate: float = 1e-6,
+                 betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0, temperature: float = 1.0,
+                 seed: int = 42, head_chunk: int = 256, device: str | None = None, dtype: torch.dtype | None = None):
+        """device: CUDA if there is one. dtype of the base: bf16 on CUDA, fp32 on CPU; the adapter is always fp32.
+
+        `seed` draws the adapter's A (B starts at 0: a new policy is the base). `head_chunk`: see token_logprobs.
+        """
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.base_model, self.temperature, self.head_chunk = base_model, temperature, head_chunk
+        dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        model, self.vision_language = load_base(base_model, dtype)
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+        targets = LORA_TARGETS.get(model.config.model_type, "all-linear")
+        config = LoraConfig(r=lora_rank, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules=targets,
+                            task_type="CAUSAL_LM")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model = get_peft_model(model, config, autocast_adapter_dtype=True)
+        self.model.to(self.device).train()  # training mode is what makes the layers recompute
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Decoupled weight decay; at the recipe's 0 this is Adam.
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
+        self._check_head(model)
+
+    @torch.no_grad()
+    def _check_head(self, model: torch.nn.Module) -> None:
+        """Refuse architectures that do more to the logits than the head's linear map (scaling, soft-capping)."""
+        tokens_BT = torch.arange(8, device=self.device)[None]
+        logits = model(input_ids=tokens_BT).logits
+        if not torch.allclose(logits, self._head(self._decoder(input_ids=tokens_BT).last_hidden_state), atol=1e-3):
+            raise SettingsError(f"base model {self.base_model!r}: {model.config.model_type} changes its logits after the "
+                             "head, which the trainer would not follow; choose another base model")
+
+    def logprobs(self, datum: TrainingDatum) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of the datum's A sampled tokens under the present weights, float32 [A]."""
+        output = self._decoder(input_ids=datum.tokens_T[None].to(self.device), use_cache=False)
+        positions_A = datum.mask_T.nonzero()[:, 0]
+        hidden_AD = output.last_hidden_state[0, positions_A.to(self.device)]
+        return token_logprobs(hidden_AD, self._head.weight, self._head.bias,
+                              datum.targets_T[positions_A].to(self.device), self.temperature, self.head_chunk)
+
+    def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> TokenStats:
+        """Add the gradient of one trajectory's summed loss; FloatingPointError before that if it is not finite."""
+        logprobs_A, entropies_A = self.logprobs(datum)
+        old_logprobs_A = datum.old_logprobs_T[datum.mask_T].to(self.device)
+        advantages_A = datum.advantages_T[datum.mask_T].to(self.device)
+        loss, stats = ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high)
+        if not math.isfinite(stats.loss_sum):
+            raise FloatingPointError(f"{datum.name}: loss is {stats.loss_sum}, largest ratio {stats.ratio_max:.3g}; "
+                                     "no step was taken, resume from the last saved state")
+        loss.backward()
+        return replace(stats, entropy_sum=entropies_A.double().sum().item())
+
+    def step(self, grad_clip_norm: float) -> float:
+        """Clip the accumulated gradient to `grad_clip_norm`, take one Adam step, clear it; returns the norm before.
+
+        FloatingPointError, before any weight changes, if the norm is not finite.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm is {norm}; no step was taken, resume from the last saved state")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def save_adapter(self, folder: str | Path, engine_layout: bool = False) -> None:
+        """Write a plain PEFT adapter (adapter_config.json, adapter_model.safetensors in fp32) into `folder`.
+
+        engine_layout: name the tensors as vLLM does. It matters only for a base stored as a vision-language model,
+        whose text layers vLLM keeps below `language_model`: an adapter with other names is ignored without a word.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        if engine_layout and self.vision_language:
+            tensors = {name.replace(_TEXT_LAYERS, _ENGINE_LAYERS): value for name, value in tensors.items()}
+        tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = copy.copy(self.model.peft_config["default"])
+        config.target_modules = sorted(config.target_modules)  # a set, whose order would change from run to run
+        config.save_pretrained(str(folder))
+
+    def differs_from_base(self) -> bool:
+        """Whether the adapter changes anything: a fresh one's B is 0."""
+        return any(p.any().item() for name, p in self.model.named_parameters() if "lora_B" in name)
+
+    def load_adapter(self, folder: str | Path) -> None:
+        """Replace the adapter's weights by saved ones (either layout); the optimizer's state stays as it is.
+
+        ValueError if there is none in `folder`, or if it belongs to another base, rank or set of modules.
+        """
+        folder = Path(folder)
+        saved, own = check_adapter(folder, self.base_model), self.model.peft_config["default"]
+        if (saved.r, saved.lora_alpha) != (own.r, own.lora_alpha):
+            raise SettingsError(f"{folder} has LoRA rank {saved.r}, alpha {saved.lora_alpha}, this run {own.r}, "
+                             f"{own.lora_alpha}; pass --lora-rank {saved.r}")
+        tensors = load_file(folder / "adapter_model.safetensors")
+        tensors = {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): value for name, value in tensors.items()}
+        own_tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        shapes = [{name: tuple(value.shape) for name, value in side.items()} for side in (tensors, own_tensors)]
+        if differing := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
+            raise SettingsError(f"{folder} is an adapter trained on another base: {differing[0]} has shape "
+                             f"{shapes[0].get(differing[0])}, not {shapes[1].get(differing[0])}")
+        set_peft_model_state_dict(self.model, tensors)
+
+    @torch.no_grad()
+    def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 tensor) of every linear with an adapter: base + alpha / rank * B A, summed in fp32.
+
+        Names are those of the text model's own checkpoint (`model.layers.0....weight`), whatever the base's layout.
+        Each tensor is new: the base stays as loaded, so nothing drifts over many updates.
+        """
+        for name, module in self.model.named_modules():
+            if isinstance(module, LoraLayer):
+                merged = module.get_base_layer().weight.float() + module.get_delta_weight("default")
+                yield f"{name.removeprefix('base_model.model.')}.weight", merged
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What is trained, on which games, and how it is saved; the defaults are the recipe."""
+
+    data_root: str = flag("datasets/alfworld", "folder of the games: above json_2.1.1, json_2.1.1 itself or a split")
+    train_split: str = flag("train", "split that is trained on")
+    max_train_games: int = flag(0, "use only the first N games of the shuffled split; 0 uses all")
+    max_steps: int = flag(80, "updates of the run (one optimizer step each)")
+    games_per_batch: int = flag(8, "games an update")
+    group_size: int = flag(8, "trajectories (branches) a game")
+    lora_rank: int = flag(32, "rank of the LoRA adapter")
+    learning_rate: float = flag(1e-6, "Adam's learning rate")
+    beta1: float = flag(0.9, "Adam's beta1")
+    beta2: float = flag(0.95, "Adam's beta2")
+    weight_decay: float = flag(0.0, "decoupled weight decay")
+    grad_clip_norm: float = flag(1.0, "largest norm of an update's gradient")
+    ppo_clip_low: float = flag(0.8, "lower clip threshold of the ratio")
+    ppo_clip_high: float = flag(1.2, "upper clip threshold of the ratio")
+    head_chunk: int = flag(256, "assistant tokens whose logits exist at the same time")
+    weight_sync: str = flag("auto", "adapter (hot-loaded LoRA), merged (summed weights, reloaded) or auto: merged in float32")
+    max_mismatch_kl: float = flag(0.03, "stop if KL(rollout || trainer), estimator k3, of a batch exceeds this")
+    save_every: int = flag(20, "save every N updates, and always at the end; 0 saves at the end only")
+    runs_dir: str = flag("runs", "folder in which runs are written")
+    run_name: str = flag("", "name of the run and its folder; date and time if empty")
+    swanlab_project: str = flag("alfworld-grpo", "SwanLab project")
+    swanlab_mode: str = flag("local", "online, local, offline or disabled")
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "games_per_batch", "group_size", "lora_rank", "head_chunk"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.group_size <= MAX_GROUP_SIZE, "group_size", self.group_size, f"at most {MAX_GROUP_SIZE}")
+        for name in ("max_train_games", "save_every", "weight_decay"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("learning_rate", "grad_clip_norm", "max_mismatch_kl"):
+            require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        require(
+            0 <= self.ppo_clip_low < 1 < self.ppo_clip_high,
+            "ppo_clip_low", f"{self.ppo_clip_low} (with --ppo-clip-high {self.ppo_clip_high})", "below 1, and --ppo-clip-high above 1",
+        )  # fmt: skip
+        require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
+
+
+WAYS_OF_SYNC = ("auto", "adapter", "merged")
+
+# A machine without a GPU: a small model on the starter games, minutes rather than hours.
+DEMO_PRESET = {
+    "base_model": DEMO_MODEL,
+    "data_root": DEMO_DATA,
+    "max_steps": 4,
+    "games_per_batch": 4,
+    "max_episode_steps": 20,
+    "max_trajectory_tokens": 8_000,
+    "max_assistant_tokens": 32,
+    "learning_rate": 1e-4,
+    "swanlab_mode": "disabled",
+}
+
+
+# --- weight sync --------------------------------------------------------------------------------------------------
+
+
+class WeightSync:
+    """Brings the policy's weights to the engine, and proves that they arrived.
+
+    Two ways. `adapter`: the LoRA adapter is written and hot-loaded under a new name, path and id each time (the engine
+    takes a known id, and its prefix cache a known name, for the weights it already has). `merged`: base + LoRA of every
+    adapted linear, summed in fp32, is written and loaded over the engine's weights in place; the prefix cache is dropped.
+    `merged` is fast on a CPU, where LoRA requests are slow; but in bf16 it rounds small updates away, hence auto.
+    Files go to shared memory where there is some, and only the version in use is kept.
+    """
+
+    def __init__(self, policy: Policy, sampler: Sampler, way: str, engine_dtype: str) -> None:
+        self._policy = policy
+        self._sampler = sampler
+        self._way = way
+        self._dtype = getattr(torch, engine_dtype)
+        shared_memory = Path("/dev/shm")
+        self._root = tempfile.TemporaryDirectory(
+            prefix="sampler-weights-", dir=shared_memory if os.access(shared_memory, os.W_OK) else None
+        )
+        self._folder: Path | None = None
+
+    async def push(self, version: int, probe: Sequence[int] | None = None) -> None:
+        """Sample with the policy's present weights from now on; `version` must not have been used before.
+
+        With `probe` (token ids) the engine scores it before and after: weights that have changed must change the
+        scores. Raises WeightsDidNotArrive if not one of them moved.
+        """
+        before = await self._sampler.score(probe) if probe is not None else None
+        folder = Path(self._root.name) / f"update-{version}"
+        if self._way == "adapter":
+            self._policy.save_adapter(folder, engine_layout=True)
+            await self._sampler.use_adapter(folder, version)
+        else:
+            folder.mkdir()
+            tensors = {name: tensor.to(self._dtype).cpu() for name, tensor in self._policy.merged_tensors()}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            await self._sampler.reload(folder, version)
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+        self._folder = folder
+        if before is not None and await self._sampler.score(probe) == before:
+            raise WeightsDidNotArrive(
+                f"the engine scores text exactly as before weights {folder.name} were sent to it (--weight-sync "
+                f"{self._way}, {self._dtype}): they did not reach it, so training stops here. "
+                + ("Try --weight-sync adapter." if self._way == "merged" else "Try --weight-sync merged.")
+            )
+
+    def close(self) -> None:
+        self._root.cleanup()
+
+
+class WeightsDidNotArrive(RuntimeError):
+    """The engine samples with other weights than the trainer sent it."""
+
+
+def resolve_sync(way: str, engine_dtype: str) -> str:
+    """The way of weight sync that `auto` stands for: merged where sums are kept in fp32, else adapter."""
+    return way if way != "auto" else "merged" if engine_dtype == "float32" else "adapter"
+
+
+# --- the run log --------------------------------------------------------------------------------------------------
+
+SWANLAB_MODES = ("online", "local", "offline", "disabled")
+SWANLAB_CLOSE_SECONDS = 120.0  # finish() itself waits for the network without limit
+
+
+class RunLogError(ValueError):
+    """SwanLab cannot log as asked; the message names the value and what to do about it."""
+
+
+def check_swanlab(mode: str, project: str) -> None:
+    """Raise RunLogError if SwanLab could not start a run like this; to be called before any model is loaded.
+
+    Online mode logs in here, so that a missing or refused API key or a dead network costs seconds, not a model
+    load; the login stays in the process and RunLog takes it up. The other modes need no login and no network.
+    """
+    if mode not in SWANLAB_MODES:
+        raise RunLogError(f"unknown SwanLab mode {mode!r}; --swanlab-mode is one of {', '.join(SWANLAB_MODES)}")
+    if mode == "disabled":
+        return
+    import swanlab  # takes a second, which --help and --swanlab-mode disabled need not wait for
+
+    other_modes = "or log without SwanLab's server: --swanlab-mode offline, local or disabled"
+    try:
+        swanlab.Settings.Project(name=project)
+    except ValueError as error:
+        allowed = "1 to 100 letters, digits, or any of _ - + ."
+        raise RunLogError(f"no project name for SwanLab: {project!r}; --swanlab-project takes {allowed}") from error
+    # Without it swanlab would write an error into the output, then a run that `swanlab watch` cannot show.
+    if mode == "local" and importlib.util.find_spec("swanboard") is None:
+        raise RunLogError(
+            "SwanLab mode 'local' needs the package swanboard, which is not installed; "
+            "install swanlab[dashboard], or use --swanlab-mode offline"
+        )
+    if mode == "online":
+        settings = swanlab.Settings()
+        if settings.api_key is None:
+            raise RunLogError(
+                "SwanLab mode 'online' needs a login and there is none; "
+                f"run `uv run swanlab login` or set SWANLAB_API_KEY, {other_modes}"
+            )
+        try:
+            swanlab.login()
+        except swanlab.exceptions.AuthenticationError as error:
+            raise RunLogError(
+                f"no login at {settings.api_host}: the API key was refused or the server was not reached; "
+                f"check the network and `uv run swanlab login --relogin`, {other_modes}"
+            ) from error
+
+
+class RunLog:
+    """Metrics of one run, an update at a time: a line of `<run_dir>/metrics.jsonl` and a step on SwanLab.
+
+    A line is one JSON object, {"update": n, <metric>: number, ...}, on disk when log() returns. NaN and infinities
+    become null, as JSON has none. The file is only ever added to: after a resume an update may have two lines, of
+    which the last counts. SwanLab keeps its files in `<run_dir>/swanlog` and leaves out what is not a finite number.
+    """
+
+    def __init__(self, run_dir: Path, run_name: str, project: str, mode: str, config: dict[str, Any]):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "metrics.jsonl"
+        if path.exists():  # a line that a crash cut short would spoil the line after it
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file = path.open("a", encoding="utf-8")
+        self._swanlab_run = None
+        if mode != "disabled":
+            import swanlab
+
+            log_dir = str(run_dir.absolute() / "swanlog")
+            # In a thread: from the main thread swanlab would take over Ctrl-C, to upload before it stops anything.
+            self._swanlab_run = _in_thread(
+                lambda: swanlab.init(mode=mode, project=project, name=run_name, log_dir=log_dir, config=config)
+            )
+
+    def log(self, metrics: dict[str, Any], update: int) -> None:
+        """Write the metrics of one update, numbers or numpy or torch scalars; `update` is the step on SwanLab."""
+        numbers = {name: _plain(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"update": update, **numbers}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._swanlab_run is not None:
+            numbers = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+            self._swanlab_run.log(numbers, step=update)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, as crashed if there was an error; a second call does nothing."""
+        self._file.close()
+        run, self._swanlab_run = self._swanlab_run, None
+        if run is None:
+            return
+        state = "success" if error is None else "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            _in_thread(lambda: run.finish(state=state, error=reason), SWANLAB_CLOSE_SECONDS)
+        except TimeoutError:
+            print(f"SwanLab did not take the last metrics; send them later: uv run swanlab sync {run.dir}")
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close(error)
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in_thread(function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+    """Result or error of `function`, run in a thread of its own; after a TimeoutError that thread goes on."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="swanlab", daemon=True).start()
+    return future.result(timeout_s)
+
+
+# --- what is saved ------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(run_dir: Path, policy: Policy, update: int, settings: dict) -> Path:
+    """Write the state after `update` updates: `state/` to go on from, `sampler/` (a plain PEFT adapter) to play with."""
+    folder = run_dir / "checkpoints" / f"update-{update:04d}"
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    policy.save_adapter(partial / "sampler")
+    about = {"update": update, "run": run_dir.name, "settings": settings}
+    (partial / "sampler" / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    (partial / "state").mkdir()
+    torch.save(policy.optimizer.state_dict(), partial / "state" / "optimizer.pt")
+    (partial / "state" / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    partial.rename(folder)
+    return folder
+
+
+# --- the loop -----------------------------------------------------------------------------------------------------
+
+
+def rollout_metrics(groups: list[list[Trajectory]], advantages: list[list[float]]) -> dict[str, float]:
+    """What an update's trajectories say, before any training: `reward/`, `rollout/` and `advantage/`."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    n, turns = len(trajectories), max(1, sum(len(t.turns) for t in trajectories))
+    flat = [advantage for group in advantages for advantage in group]
+    rewards = [t.reward for t in trajectories]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+        "reward/success": sum(t.won for t in trajectories) / n,
+        "rollout/trajectories": n,
+        "rollout/steps": sum(len(t.turns) for t in trajectories) / n,
+        "rollout/truncated": sum(t.truncated for t in trajectories) / n,
+        "rollout/invalid_actions": sum(t.invalid_actions for t in trajectories) / n,
+        "rollout/valid_tool_calls": 1 - sum(t.malformed for t in trajectories) / turns,
+        "rollout/admissible_actions": 1 - sum(t.invalid_actions for t in trajectories) / turns,
+        "rollout/trajectory_tokens": sum(len(t.tokens) for t in trajectories) / n,
+        "advantage/mean_abs": statistics.fmean(map(abs, flat)),
+        "advantage/max": max(flat),
+        "advantage/min": min(flat),
+        "advantage/equal_groups": sum(not any(group) for group in advantages) / len(groups),
+        "advantage/trained_trajectories": sum(map(bool, flat)),
+    }
+
+
+def train_on(policy: Policy, groups: list[list[Trajectory]], advantages: list[list[float]], settings: TrainSettings):
+    """One optimizer step over an update's trajectories. Returns (metrics, a probe for WeightSync), or None if skipped.
+
+    Trajectories without advantage have no gradient and are left out; if none is left there is no step. Raises
+    MismatchTooLarge, with no step taken, if engine and trainer disagree.
+    """
+    stats, probe = TokenStats(), None
+    for trajectory, advantage in zip(sum(groups, []), sum(advantages, []), strict=True):
+        if advantage and trajectory.turns:
+            name = f"{trajectory.game.game_id} branch {trajectory.branch}"
+            datum = make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, advantage, name)
+            stats += policy.accumulate(datum, settings.ppo_clip_low, settings.ppo_clip_high)
+            probe = probe or trajectory.tokens[:PROBE_TOKENS]
+    if probe is None:
+        return None
+    metrics = stats.metrics()
+    if metrics["mismatch/k3"] > settings.max_mismatch_kl:
+        raise MismatchTooLarge(
+            f"trainer and engine disagree: KL(rollout || trainer) is {metrics['mismatch/k3']:.4g} nats a token, above "
+            f"--max-mismatch-kl {settings.max_mismatch_kl:g} (mean |difference| {metrics['mismatch/mean']:.4g}, largest "
+            f"{metrics['mismatch/max']:.4g}); no step was taken. Usual causes: the engine plays with other weights, "
+            "another temperature, or top-p below 1"
+        )
+    metrics["train/grad_norm"] = policy.step(settings.grad_clip_norm)
+    return metrics, probe
+
+
+class MismatchTooLarge(RuntimeError):
+    """Rollout and trainer log-probabilities of the same tokens are too far apart to train on."""
+
+
+PROBE_TOKENS = 256
+
+
+async def train(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
+    """The whole run: check everything that can be checked, start the engine, then rollout, update, sync, log, save."""
+    run_dir = Path(settings.runs_dir) / (settings.run_name or time.strftime("%Y%m%d-%H%M%S"))
+    everything = asdict(settings) | asdict(play) | asdict(worlds)
+    check_swanlab(settings.swanlab_mode, settings.swanlab_project)
+    require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
+    games = shuffle_games(find_games(settings.data_root, settings.train_split), play.seed)
+    games = games[: settings.max_train_games or None]
+    require(
+        settings.games_per_batch <= len(games), "games_per_batch", settings.games_per_batch,
+        f"at most the number of training games, {len(games)}: a game twice in one update would repeat its seeds",
+    )  # fmt: skip
+    check_model(play)
+    chat = load_chat_tokens(play.base_model)
+    make_run_dir(run_dir, everything)
+
+    def batch(update: int) -> list[Game]:
+        return batch_of_games(games, update, settings.games_per_batch)
+
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(WorldPool(worlds))
+        await check_first_prompts(chat, pool, batch(0), play)
+        dtype = engine_dtype(play)
+        way = resolve_sync(settings.weight_sync, dtype)
+        print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
+        sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0)
+        stack.callback(sampler.close)
+        policy = await asyncio.to_thread(
+            Policy,
+            play.base_model,
+            lora_rank=settings.lora_rank,
+            learning_rate=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            temperature=play.temperature,
+            seed=play.seed,
+            head_chunk=settings.head_chunk,
+            dtype=getattr(torch, dtype),
+        )
+        sync = WeightSync(policy, sampler, way, dtype)
+        stack.callback(sync.close)
+        log = stack.enter_context(
+            RunLog(run_dir, run_dir.name, settings.swanlab_project, settings.swanlab_mode, everything)
+        )
+        for update in trange(settings.max_steps, desc="updates", unit="update"):
+            started = time.monotonic()
+            counted = sampler.counts
+            pool.prefetch(game.path for game in batch(update + 1))
+            with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
+                groups = await gather_or_cancel(
+                    play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
+                    for game in batch(update)
+                )
+            write_records(run_dir / "rollouts" / f"update-{update + 1:04d}.jsonl", sum(groups, []))
+            played, counts = time.monotonic(), sampler.counts.since(counted)
+            advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
+            metrics = rollout_metrics(groups, advantages) | {"rollout/env_faults": pool.faults}
+            trained = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
+            stepped = time.monotonic()
+            if trained is not None:
+                await sync.push(update + 1, probe=trained[1])
+            finished = time.monotonic()
+            metrics |= trained[0] if trained is not None else {}
+            metrics |= {
+                "tokens/prompt_read": counts.prompt,
+                "tokens/prompt_computed": counts.computed,
+                "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
+                "tokens/sampled": counts.sampled,
+                "tokens/trained": metrics.get("train/tokens", 0),
+                "time/rollout": played - started,
+                "time/train": stepped - played,
+                "time/sync": finished - stepped,
+                "time/update": finished - started,
+            }
+            log.log(metrics, update + 1)
+            tqdm.write(update_line(update + 1, settings.max_steps, metrics))
+            last = update + 1 == settings.max_steps
+            if last or settings.save_every and (update + 1) % settings.save_every == 0:
+                folder = save_checkpoint(run_dir, policy, update + 1, everything)
+                tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
+
+
+def make_run_dir(run_dir: Path, settings: dict) -> None:
+    """Create the run's folder with its settings; a folder that already holds a run is left alone."""
+    if run_dir.exists():
+        raise SettingsError(f"{run_dir} exists: choose another --run-name, or move it away")
+    try:
+        (run_dir / "rollouts").mkdir(parents=True)
+        (run_dir / "checkpoints").mkdir()
+        (run_dir / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+    except OSError as error:
+        raise SettingsError(f"cannot write to {run_dir}: {error.strerror}; choose another --runs-dir") from error
+
+
+def update_line(update: int, updates: int, m: dict[str, float]) -> str:
+    """An update in one line for the terminal."""
+    if "train/loss" in m:
+        trained = (
+            f"loss {m['train/loss']:+.3f}  clipped {m['train/clip_fraction']:.3f}  entropy {m['train/entropy']:.2f}  "
+            f"mismatch {m['mismatch/k3']:.1e}"
+        )
+    else:
+        trained = "no step: in every group all rewards are equal"
+    return (
+        f"update {update}/{updates}  success {m['reward/success']:.3f}  reward {m['reward/mean']:+.3f}  "
+        f"steps {m['rollout/steps']:.1f}  invalid {m['rollout/invalid_actions']:.2f}  {trained}  tokens: read "
+        f"{m['tokens/prompt_read']:,}, computed {m['tokens/prompt_computed_share']:.1%}, sampled {m['tokens/sampled']:,}, "
+        f"trained {m['tokens/trained']:,}  {m['time/update']:.1f} s (rollout {m['time/rollout']:.1f}, "
+        f"train {m['time/train']:.1f}, sync {m['time/sync']:.1f})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    run_with_settings(parser, {"recipe": {}, "demo": DEMO_PRESET}, train, TrainSettings, RolloutSettings, EnvironmentSettings)
+
+
+if __name__ == "__main__":
+    main()
