@@ -13,14 +13,12 @@ def group_advantages(rewards_K: Sequence[float]) -> list[float]:
 
     The baseline of GRPO (Shao et al., "DeepSeekMath", 2024, section 4.1) without its normalisation, which would weigh
     games with nearly equal rewards up (Liu et al., "Understanding R1-Zero-Like Training", 2025, section 3.1).
-    Equal rewards give exactly 0.0, so that such trajectories can be left out of the update.
+    What is left of equal rewards by rounding (below 1e-9) is exactly 0.0, so that it can be left out of the update.
     Raises ValueError for an empty group or a reward that is not finite.
     """
     if not rewards_K:
         raise ValueError("a group without trajectories has no advantages")
     if not all(math.isfinite(reward) for reward in rewards_K):
         raise ValueError(f"rewards must be finite numbers, got {list(rewards_K)}")
-    if min(rewards_K) == max(rewards_K):
-        return [0.0] * len(rewards_K)
     mean = math.fsum(rewards_K) / len(rewards_K)
-    return [reward - mean for reward in rewards_K]
+    return [reward - mean if abs(reward - mean) > 1e-9 else 0.0 for reward in rewards_K]

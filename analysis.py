@@ -453,7 +453,7 @@ def draw_checkpoints(evaluations: Sequence[Evaluation]) -> Figure:
     for axes in (by_split, invalid):
         axes.set_xlabel("update")
     test = f" p: exact McNemar test against {base.label}, same games." if len(updates) > 1 else ""
-    caption(figure, f"{Path(base.base_model).name}. Bars: Wilson 95 % intervals.{test}")
+    caption(figure, f"{base.base_model}. Bars: Wilson 95 % intervals.{test}")
     return figure
 
 
@@ -474,7 +474,7 @@ def draw_task_types(evaluations: Sequence[Evaluation]) -> Figure:
     axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=6)
-    caption(figure, f"{Path(base.base_model).name}. Bars: Wilson 95 % intervals.")
+    caption(figure, f"{base.base_model}. Bars: Wilson 95 % intervals.")
     return figure
 
 

@@ -43,7 +43,7 @@ import traceback
 import types
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
@@ -76,18 +76,22 @@ class WorldState:
 class EnvironmentSettings:
     """Processes and limits of a `WorldPool`."""
 
-    workers: int = 1  # processes that step branches; each serves many
-    compilers: int = 2  # processes that compile games ahead of their use
-    step_timeout_seconds: float = 30.0  # a worker silent for longer is killed and its branches replayed elsewhere
-    compile_timeout_seconds: float = 120.0  # the same for a compiler, which starts with 1 to 10 s of imports
-    max_faults: int = 10  # so many workers may be lost (killed, hung, died); one more stops the run with the reason
+    workers: int = field(default=1, metadata={"help": "processes that step branches; each serves many"})
+    compilers: int = field(default=2, metadata={"help": "processes that compile games ahead of their use"})
+    step_timeout_seconds: float = field(
+        default=30.0, metadata={"help": "a worker silent for longer is killed and its branches are replayed elsewhere"}
+    )
+    compile_timeout_seconds: float = field(default=120.0, metadata={"help": "the same for a compiler"})
+    max_faults: int = field(
+        default=10, metadata={"help": "workers that may be lost (killed, hung, died) before the run stops with the reason"}
+    )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            numeric = type(value) is int or (field.type == "float" and type(value) is float)
-            if not numeric or value < 0 or (value == 0 and field.name != "max_faults"):
-                raise ValueError(f"EnvironmentSettings.{field.name} must be a positive {field.type}, got {value!r}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            numeric = type(value) is int or (each.type == "float" and type(value) is float)
+            if not numeric or value < 0 or (value == 0 and each.name != "max_faults"):
+                raise ValueError(f"--{each.name.replace('_', '-')} is {value!r}; it must be a positive {each.type}")
 
 
 # -------------------------------------------------------------------------------------------------- game files

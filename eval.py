@@ -1,9 +1,9 @@
 """Evaluate the base model or a checkpoint: one trajectory a game, one JSONL with every trajectory and a summary.
 
 Prompt, protocol, environment and rollout code are those of training. `--games-per-batch` games are in flight at any
-time and the next starts as one ends; a game's seeds depend on the game alone, so neither that number nor the order in
-which games end changes a result. A line is written as each game ends; at the end the file is put in game order and
-closed with its summary line.
+time and the next starts as one ends. A game's seeds depend on the game alone, so neither that number nor the order in
+which games end decides a result (in float32 on a CPU to the last bit; in bfloat16 the size of a batch moves last bits).
+A line is written as each game ends; at the end the file is put in game order and closed with its summary line.
 
 Run by: `uv run python eval.py --split all` and `uv run python eval.py --model-path runs/NAME/checkpoints/update-0080/sampler`
 """
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from data import TASK_TYPES, Game, find_games, shuffle_games
 from environment import EnvironmentSettings, WorldPool
+from protocol import ChatTokens, first_messages
 from rollout import (
     DEMO_DATA,
     DEMO_MODEL,
@@ -35,10 +36,21 @@ from rollout import (
     gather_or_cancel,
     load_chat_tokens,
     play_group,
+    playable_games,
     require,
     run_with_settings,
 )
-from train import PROBE_TOKENS, Policy, RunLog, TrainSettings, WeightSync, check_adapter, check_swanlab, resolve_sync
+from train import (
+    PROBE_TOKENS,
+    WAYS_OF_SYNC,
+    Policy,
+    RunLog,
+    TrainSettings,
+    WeightSync,
+    check_adapter,
+    check_swanlab,
+    resolve_sync,
+)
 
 EVALUATION_SPLITS = ("valid_seen", "valid_unseen")
 
@@ -62,6 +74,7 @@ class EvalSettings:
     def __post_init__(self) -> None:
         require(self.split in (*EVALUATION_SPLITS, "all"), "split", self.split, "valid_seen, valid_unseen or all")
         require(self.limit_per_split >= 0, "limit_per_split", self.limit_per_split, "0 or more")
+        require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
         require(self.games_per_batch >= 1, "games_per_batch", self.games_per_batch, "at least 1")
 
     @property
@@ -119,6 +132,17 @@ def describe_model(settings: EvalSettings, base_model: str) -> dict:
     return {"name": name, "base_model": base_model, "model_path": str(folder), "update": update}
 
 
+def open_working_file(output: Path, overwrite: bool):
+    """The file that lines are written to while games end; it becomes `output` when all have."""
+    if output.exists() and not overwrite:
+        raise SettingsError(f"{output} exists: give --overwrite-output to replace it, or another --output")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return output.with_name(output.name + ".partial").open("w", encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot write {output}: {error.strerror}; choose another --output") from error
+
+
 async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
     """The whole evaluation: check everything that can be checked, start the engine, play, summarize."""
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)
@@ -127,80 +151,78 @@ async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: Enviro
         games += shuffle_games(find_games(settings.data_root, split), play.seed)[: settings.limit_per_split or None]
     check_model(play)
     model = describe_model(settings, play.base_model)
-    output = Path(settings.output or f"eval_results/{model['name']}.jsonl")
-    if output.exists() and not settings.overwrite_output:
-        raise SettingsError(f"{output} exists: give --overwrite-output to replace it, or another --output")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        working = output.with_name(output.name + ".partial").open("w", encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"cannot write {output}: {error.strerror}; choose another --output") from error
     chat = load_chat_tokens(play.base_model)
     dtype = engine_dtype(play)
-    summary = {"type": "summary"} | model
-    summary["settings"] = {
-        name: getattr(play, name)
-        for name in (
-            "temperature", "top_p", "seed", "max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens",
-            "include_admissible_actions",
-        )
-    } | {"dtype": dtype, "limit_per_split": settings.limit_per_split}  # fmt: skip
-
-    records: list[dict] = []
+    output = Path(settings.output or f"eval_results/{model['name']}.jsonl")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(working)
         pool = stack.enter_context(WorldPool(worlds))
+        if len(await playable_games(pool, games)) < len(games):
+            raise SettingsError("an evaluation leaves no game out: mend or remove the games named above")
         await check_first_prompts(chat, pool, games[:1], play)
+        working = stack.enter_context(open_working_file(output, settings.overwrite_output))
         pool.prefetch(game.path for game in games)
+        print(f"Evaluating {model['name']}: {len(games)} games, {play.base_model}, {dtype}", flush=True)
+        print("Starting the engine, which takes about a minute", flush=True)
         way = resolve_sync(settings.weight_sync, dtype)
         rank = check_adapter(Path(settings.model_path), play.base_model).r if settings.model_path else 0
-        print(f"Evaluating {model['name']}: {len(games)} games, {play.base_model}, {dtype}", flush=True)
         sampler = await Sampler.start(play, chat.stop_token_ids, rank if way == "adapter" else 0)
         stack.callback(sampler.close)
-        if settings.model_path:
-            await _load_weights(settings, play, sampler, way, dtype, rank, chat.first_prompt([
-                {"role": "system", "content": "Probe."}, {"role": "user", "content": "Which weights are these?"}
-            ]))
+        if rank:
+            await load_weights(settings.model_path, model["update"] or 1, play, sampler, way, dtype, rank, chat)
+        counted = sampler.counts
+        records: list[dict] = []
         waiting = iter(games)
         with tqdm(total=len(games), desc="games", unit="game") as bar:
 
             async def play_some() -> None:
                 for game in waiting:
                     [trajectory] = await play_group(sampler, chat, pool, game, 1, 0, play)
-                    records.append(trajectory.record())
-                    working.write(json.dumps(records[-1], ensure_ascii=False) + "\n")
+                    records.append(trajectory.record() | {"update": model["update"]})
+                    working.write(json.dumps(records[-1]) + "\n")
                     working.flush()
                     bar.update()
 
             await gather_or_cancel(play_some() for _ in range(settings.games_per_batch))
-        summary["tokens"] = asdict(sampler.counts)
-        summary["env_faults"] = pool.faults
+        tokens, faults = asdict(sampler.counts.since(counted)), pool.faults
 
     records.sort(key=lambda record: (record["split"], record["game_id"]))
     by_split = {split: [r for r in records if r["split"] == split] for split in settings.splits} | {"all": records}
+    summary = {"type": "summary"} | model
+    summary["settings"] = {name: getattr(play, name) for name in RECORDED_SETTINGS} | {"dtype": dtype}
+    summary |= {"tokens": tokens, "env_faults": faults}
     summary["splits"] = {split: summarize(chosen) for split, chosen in by_split.items()}
-    with Path(working.name).open("w", encoding="utf-8") as file:
-        for line in [*records, summary]:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    Path(working.name).replace(output)
-    report(summary, settings, model, play)
+    ordered = output.with_name(output.name + ".ordered.partial")
+    ordered.write_text("".join(json.dumps(line) + "\n" for line in [*records, summary]), encoding="utf-8")
+    ordered.replace(output)
+    Path(working.name).unlink()
+    report(summary, settings, play)
     print(f"Wrote {output}")
 
 
-async def _load_weights(settings, play, sampler, way, dtype, rank, probe) -> None:
-    """Bring saved adapter weights to the engine, through the policy that trained them (on the CPU: it only adds up)."""
+# What two evaluations must have in common to be compared.
+RECORDED_SETTINGS = (
+    "temperature", "top_p", "seed", "max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens",
+    "include_admissible_actions",
+)  # fmt: skip
+
+
+async def load_weights(
+    folder: str, update: int, play: RolloutSettings, sampler: Sampler, way: str, dtype: str, rank: int, chat: ChatTokens
+) -> None:
+    """Bring saved adapter weights to the engine, through a policy on the CPU: it only names and adds up."""
     policy = await asyncio.to_thread(
         Policy, play.base_model, lora_rank=rank, device="cpu", dtype=getattr(torch, dtype), seed=play.seed
     )
-    policy.load_adapter(settings.model_path)
+    policy.load_adapter(folder)
+    probe = chat.first_prompt(first_messages("find out which weights are in use.", "You see a probe.", None))
     sync = WeightSync(policy, sampler, way, dtype)
     try:
-        await sync.push(1, probe=probe[:PROBE_TOKENS] if policy.differs_from_base() else None)
+        await sync.push(update, probe=probe[:PROBE_TOKENS] if policy.differs_from_base() else None)
     finally:
         sync.close()
 
 
-def report(summary: dict, settings: EvalSettings, model: dict, play: RolloutSettings) -> None:
+def report(summary: dict, settings: EvalSettings, play: RolloutSettings) -> None:
     """Print the summary as a table, and send it to SwanLab if asked."""
     columns = ("games", "success", "reward", "steps", "truncated", "valid_tool_calls", "admissible_actions", "invalid_actions")
     print(f"{'':14}" + "".join(f"{column:>20}" for column in columns))
@@ -208,9 +230,9 @@ def report(summary: dict, settings: EvalSettings, model: dict, play: RolloutSett
         print(f"{split:14}" + "".join(f"{means[column]:>20.4g}" for column in columns))
     if settings.swanlab_mode != "disabled":
         flat = {f"{split}/{c}": means[c] for split, means in summary["splits"].items() for c in columns}
-        folder = Path("runs") / f"eval-{model['name']}"
+        folder = Path("runs") / f"eval-{summary['name']}"
         with RunLog(folder, folder.name, settings.swanlab_project, settings.swanlab_mode, asdict(settings) | asdict(play)) as log:
-            log.log(flat, model["update"] or 0)
+            log.log(flat, summary["update"] or 0)
 
 
 def main() -> None:

@@ -226,7 +226,13 @@ class ChatTokens:
                 )
         self._before_result, self._after_result = self._prove_extension()
         closing = self._encode(self._before_result)[0]
-        self.stop_token_ids = sorted({closing, *_as_ids(tokenizer.eos_token_id)})
+        self.stop_token_ids = [closing]
+        self.add_stop_tokens(tokenizer.eos_token_id)
+
+    def add_stop_tokens(self, tokens: int | Sequence[int] | None) -> None:
+        """Tokens that end an assistant turn too, beside the template's own (which stays the first)."""
+        found = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
+        self.stop_token_ids += [token for token in found if token not in self.stop_token_ids]
 
     def first_prompt(self, messages: list[dict]) -> list[int]:
         """Tokens of the first turn's prompt, generation prompt included."""
@@ -235,11 +241,8 @@ class ChatTokens:
     def extension(self, completion: Sequence[int], result: str) -> list[int]:
         """What to append after `completion` so that it, with the tool result `result`, becomes the next prompt."""
         tokens = self._encode(self._before_result + result + self._after_result)
-        # A completion that stopped by itself ends with the first closing token(s); one stopped by length does not.
-        for overlap in range(min(len(completion), len(tokens)), 0, -1):
-            if list(completion[-overlap:]) == tokens[:overlap]:
-                return tokens[overlap:]
-        return tokens
+        # A completion that stopped by itself ends with the first closing token; one stopped by length does not.
+        return tokens[1:] if list(completion[-1:]) == tokens[:1] else tokens
 
     def completion_text(self, completion: Sequence[int]) -> str:
         """The assistant's text, without the token that ended the turn."""
@@ -325,7 +328,3 @@ class ChatTokens:
 
 
 _SYSTEM, _USER = {"role": "system", "content": "You act."}, {"role": "user", "content": "Task: none"}
-
-
-def _as_ids(value: int | Sequence[int] | None) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)

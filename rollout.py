@@ -13,10 +13,12 @@ Run by: `uv run python train.py` and `uv run python eval.py`
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data import Game
-from environment import EnvironmentSettings, Group, WorldPool, WorldState
+from environment import EnvironmentSettings, GameError, Group, WorldPool, WorldState
 from protocol import ChatTokens, Status, check_prefix_extension, first_messages, parse_tool_call, tool_result
 
 INVALID_ACTION_PENALTY = 0.1
@@ -92,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser, recipe: dict, *settings_classes: 
         for f in dataclasses.fields(settings_class):
             kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t is not type(None))
             how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            text = f"{f.metadata.get('help', '')} (default: {recipe.get(f.name, f.default)})".replace("%", "%%")
+            text = f"{f.metadata['help']} (default: {recipe.get(f.name, f.default)})".replace("%", "%%")
             group.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
 
 
@@ -120,7 +122,10 @@ def run_with_settings(
     )
     args = parser.parse_args()
     try:
-        settings = build_settings(args, presets[args.preset or "recipe"], *settings_classes)
+        try:
+            settings = build_settings(args, presets[args.preset or "recipe"], *settings_classes)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
         if args.preset is None and not hasattr(args, "base_model"):
             import torch
 
@@ -247,7 +252,7 @@ class Trajectory:
             "split": self.game.split,
             "game_id": self.game.game_id,
             "task_type": self.game.task_type,
-            "update": self.update,
+            "update": self.update + 1,
             "branch": self.branch,
             "policy_version": self.policy_version,
             "task": self.task,
@@ -286,7 +291,7 @@ def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for trajectory in trajectories:
-            file.write(json.dumps(trajectory.record(), ensure_ascii=False) + "\n")
+            file.write(json.dumps(trajectory.record()) + "\n")
     partial.replace(path)
 
 
@@ -304,14 +309,17 @@ class Completion:
 
 @dataclass
 class TokenCounts:
-    """What the engine did since its start: prompt tokens read, those it had to compute, tokens sampled."""
+    """What the engine did since its start: prompt tokens read, those it had to compute, tokens sampled; requests it
+    pushed out of a full cache and computed again (those tokens are not counted twice).
+    """
 
     prompt: int = 0
     computed: int = 0
     sampled: int = 0
+    preempted: int = 0
 
     def since(self, before: "TokenCounts") -> "TokenCounts":
-        return TokenCounts(self.prompt - before.prompt, self.computed - before.computed, self.sampled - before.sampled)
+        return TokenCounts(*(now - then for now, then in zip(dataclasses.astuple(self), dataclasses.astuple(before))))
 
 
 class Sampler:
@@ -342,6 +350,7 @@ class Sampler:
         """
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process has threads and open sockets
         import torch
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -359,6 +368,7 @@ class Sampler:
                     counts.prompt += iteration_stats.prompt_token_stats.total
                     counts.computed += iteration_stats.prompt_token_stats.computed
                     counts.sampled += iteration_stats.num_generation_tokens
+                    counts.preempted += iteration_stats.num_preempted_reqs
 
             def log_engine_initialized(self) -> None: ...
 
@@ -376,6 +386,7 @@ class Sampler:
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "language_model_only": True,
+            "use_tqdm_on_load": False,
         }
         if lora_rank:
             from vllm.config.lora import MaxLoRARanks
@@ -397,8 +408,10 @@ class Sampler:
                 "kv_cache_memory_bytes": int(settings.engine_cache_gb * 2**30),
                 # A seeded request whose prefill is split over steps crashes the CPU engine: never split one.
                 "max_num_batched_tokens": max(32_768, settings.max_trajectory_tokens),
+                "worker_extension_cls": f"{EngineWorker.__module__}.{EngineWorker.__name__}",
             }
             if not is_hybrid(settings.base_model):
+                options["enable_chunked_prefill"] = False
                 options["block_size"] = 32  # the smallest the CPU kernels like: fewest prompt tokens computed twice
         arguments = AsyncEngineArgs(**(options | engine_options))
         # In a thread, as the policy's work is: the loop stays free for the environment's workers.
@@ -492,6 +505,17 @@ class Sampler:
         self._engine.shutdown()
 
 
+class EngineWorker:
+    """Mixed into the engine's CPU worker, so that this module is imported in that process (see below)."""
+
+
+# bf16 kernels use a CPU's AMX tiles, but the worker never asks the kernel for them and dies with SIGILL.
+if multiprocessing.parent_process() is not None and "vllm" in sys.modules:
+    import torch
+
+    torch.cpu._init_amx()
+
+
 def engine_dtype(settings: RolloutSettings) -> str:
     """Number format of engine and trainer. Gated-DeltaNet kernels have no fp32 path on a CPU."""
     if settings.dtype != "auto":
@@ -534,10 +558,13 @@ def check_model(settings: RolloutSettings) -> None:
 
 def load_chat_tokens(base_model: str) -> ChatTokens:
     """The model's tokenizer with its proven chat template. Raises SettingsError or protocol.TemplateMismatch."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, GenerationConfig
 
     try:
-        return ChatTokens(AutoTokenizer.from_pretrained(base_model))
+        chat = ChatTokens(AutoTokenizer.from_pretrained(base_model))
+        with contextlib.suppress(OSError):  # a model need not have one; its end tokens may be more than the tokenizer's
+            chat.add_stop_tokens(GenerationConfig.from_pretrained(base_model).eos_token_id)
+        return chat
     except (OSError, ValueError) as error:
         raise SettingsError(f"--base-model {base_model!r} has no usable tokenizer: {error}") from error
 
@@ -666,6 +693,17 @@ async def gather_or_cancel(coroutines: Iterable[Awaitable]) -> list:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def playable_games(pool: WorldPool, games: Sequence[Game]) -> list[Game]:
+    """The games without those that cannot be compiled; names these. Raises GameError if none is left."""
+    reasons = await pool.check(game.path for game in games)
+    for reason in reasons.values():
+        print(f"left out: {reason}", file=sys.stderr, flush=True)
+    playable = [game for game in games if game.path not in reasons]
+    if not playable:
+        raise GameError(f"none of {len(games)} games can be played; the first: {next(iter(reasons.values()))}")
+    return playable
 
 
 async def check_first_prompts(

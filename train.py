@@ -38,6 +38,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm, trange
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from advantages import group_advantages
 from data import Game, batch_of_games, find_games, shuffle_games
@@ -58,6 +59,7 @@ from rollout import (
     gather_or_cancel,
     load_chat_tokens,
     play_group,
+    playable_games,
     require,
     run_with_settings,
     write_records,
@@ -271,6 +273,7 @@ def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, boo
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SettingsError(f"base model {base_model!r} is no model folder and no readable hub id: {reason}") from error
+    disable_progress_bar()
     text_config = config.get_text_config()
     # Layers recompute in training mode only, so dropout is removed rather than switched off by eval mode: sampler
     # and trainer must compute the same function.
@@ -287,6 +290,13 @@ def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, boo
         raise SettingsError(f"base model {base_model!r}: {len(absent)} weights are missing from the checkpoint or have "
                          f"another shape there, and would be random: {names}; fetch or save the model again")
     return model, text_config is not config
+
+
+def _save_adapter_tensors(tensors: dict[str, torch.Tensor], folder: Path, engine_layout: bool) -> None:
+    if engine_layout:
+        tensors = {name.replace(_TEXT_LAYERS, _ENGINE_LAYERS): value for name, value in tensors.items()}
+    tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def check_adapter(folder: Path, base_model: str) -> PeftConfig:
@@ -346,7 +356,8 @@ class Policy:
         """Refuse architectures that do more to the logits than the head's linear map (scaling, soft-capping)."""
         tokens_BT = torch.arange(8, device=self.device)[None]
         logits = model(input_ids=tokens_BT).logits
-        if not torch.allclose(logits, self._head(self._decoder(input_ids=tokens_BT).last_hidden_state), atol=1e-3):
+        difference = logits - self._head(self._decoder(input_ids=tokens_BT).last_hidden_state)
+        if difference.abs().max() > 0.05 * logits.abs().max():  # far above the noise of bf16
             raise SettingsError(f"base model {self.base_model!r}: {model.config.model_type} changes its logits after the "
                              "head, which the trainer would not follow; choose another base model")
 
@@ -366,7 +377,7 @@ class Policy:
         loss, stats = ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high)
         if not math.isfinite(stats.loss_sum):
             raise FloatingPointError(f"{datum.name}: loss is {stats.loss_sum}, largest ratio {stats.ratio_max:.3g}; "
-                                     "no step was taken, resume from the last saved state")
+                                     "no step was taken; what was saved before is intact")
         loss.backward()
         return replace(stats, entropy_sum=entropies_A.double().sum().item())
 
@@ -377,7 +388,7 @@ class Policy:
         """
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm).item()
         if not math.isfinite(norm):
-            raise FloatingPointError(f"gradient norm is {norm}; no step was taken, resume from the last saved state")
+            raise FloatingPointError(f"gradient norm is {norm}; no step was taken; what was saved before is intact")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -391,10 +402,7 @@ class Policy:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        if engine_layout and self.vision_language:
-            tensors = {name.replace(_TEXT_LAYERS, _ENGINE_LAYERS): value for name, value in tensors.items()}
-        tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _save_adapter_tensors(tensors, folder, engine_layout and self.vision_language)
         config = copy.copy(self.model.peft_config["default"])
         config.target_modules = sorted(config.target_modules)  # a set, whose order would change from run to run
         config.save_pretrained(str(folder))
@@ -488,12 +496,12 @@ WAYS_OF_SYNC = ("auto", "adapter", "merged")
 DEMO_PRESET = {
     "base_model": DEMO_MODEL,
     "data_root": DEMO_DATA,
-    "max_steps": 4,
-    "games_per_batch": 4,
+    "max_train_games": 8,
+    "max_steps": 10,
     "max_episode_steps": 20,
     "max_trajectory_tokens": 8_000,
     "max_assistant_tokens": 32,
-    "learning_rate": 1e-4,
+    "learning_rate": 1e-3,
     "swanlab_mode": "disabled",
 }
 
@@ -502,13 +510,12 @@ DEMO_PRESET = {
 
 
 class WeightSync:
-    """Brings the policy's weights to the engine, and proves that they arrived.
+    """Brings weights to the engine, and proves that they arrived.
 
     Two ways. `adapter`: the LoRA adapter is written and hot-loaded under a new name, path and id each time (the engine
     takes a known id, and its prefix cache a known name, for the weights it already has). `merged`: base + LoRA of every
     adapted linear, summed in fp32, is written and loaded over the engine's weights in place; the prefix cache is dropped.
     `merged` is fast on a CPU, where LoRA requests are slow; but in bf16 it rounds small updates away, hence auto.
-    Files go to shared memory where there is some, and only the version in use is kept.
     """
 
     def __init__(self, policy: Policy, sampler: Sampler, way: str, engine_dtype: str) -> None:
@@ -516,40 +523,49 @@ class WeightSync:
         self._sampler = sampler
         self._way = way
         self._dtype = getattr(torch, engine_dtype)
-        shared_memory = Path("/dev/shm")
-        self._root = tempfile.TemporaryDirectory(
-            prefix="sampler-weights-", dir=shared_memory if os.access(shared_memory, os.W_OK) else None
-        )
-        self._folder: Path | None = None
+        self._root = tempfile.TemporaryDirectory(prefix="sampler-weights-", dir=self._shared_memory())
+        self._adapter: Path | None = None
+
+    def _shared_memory(self) -> Path | None:
+        """Where files need no disk, if there is room for twice what is written; else None, the temporary folder."""
+        folder, size = Path("/dev/shm"), 4 * sum(parameter.numel() for parameter in self._policy.model.parameters())
+        return folder if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2 * size else None
 
     async def push(self, version: int, probe: Sequence[int] | None = None) -> None:
         """Sample with the policy's present weights from now on; `version` must not have been used before.
 
-        With `probe` (token ids) the engine scores it before and after: weights that have changed must change the
-        scores. Raises WeightsDidNotArrive if not one of them moved.
+        With `probe` (token ids) the engine scores it twice before and once after: new weights must change the scores by
+        more than a repetition does. Raises WeightsDidNotArrive if they do not.
         """
-        before = await self._sampler.score(probe) if probe is not None else None
+        before = [await self._sampler.score(probe) for _ in range(2)] if probe is not None else []
         folder = Path(self._root.name) / f"update-{version}"
         if self._way == "adapter":
             self._policy.save_adapter(folder, engine_layout=True)
             await self._sampler.use_adapter(folder, version)
+            if self._adapter is not None:
+                shutil.rmtree(self._adapter)
+            self._adapter = folder
         else:
             folder.mkdir()
             tensors = {name: tensor.to(self._dtype).cpu() for name, tensor in self._policy.merged_tensors()}
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             await self._sampler.reload(folder, version)
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
-        self._folder = folder
-        if before is not None and await self._sampler.score(probe) == before:
-            raise WeightsDidNotArrive(
-                f"the engine scores text exactly as before weights {folder.name} were sent to it (--weight-sync "
-                f"{self._way}, {self._dtype}): they did not reach it, so training stops here. "
-                + ("Try --weight-sync adapter." if self._way == "merged" else "Try --weight-sync merged.")
-            )
+            shutil.rmtree(folder)
+        if before:
+            moved, noise = _largest_gap(await self._sampler.score(probe), before[1]), _largest_gap(*before)
+            if not moved > noise:
+                raise WeightsDidNotArrive(
+                    f"the engine scores text as before weights {folder.name} were sent to it (--weight-sync {self._way}, "
+                    f"{self._dtype}; change {moved:.3g}, repetition {noise:.3g}): they did not reach it. "
+                    f"Try --weight-sync {'adapter' if self._way == 'merged' else 'merged'}"
+                )
 
     def close(self) -> None:
         self._root.cleanup()
+
+
+def _largest_gap(scores: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(score - other) for score, other in zip(scores, others, strict=True))
 
 
 class WeightsDidNotArrive(RuntimeError):
@@ -563,6 +579,7 @@ def resolve_sync(way: str, engine_dtype: str) -> str:
 
 # --- the run log --------------------------------------------------------------------------------------------------
 
+STOPPED_BY_HAND = (KeyboardInterrupt, asyncio.CancelledError)  # inside the event loop Ctrl-C is a cancellation
 SWANLAB_MODES = ("online", "local", "offline", "disabled")
 SWANLAB_CLOSE_SECONDS = 120.0  # finish() itself waits for the network without limit
 
@@ -650,7 +667,7 @@ class RunLog:
         run, self._swanlab_run = self._swanlab_run, None
         if run is None:
             return
-        state = "success" if error is None else "aborted" if isinstance(error, KeyboardInterrupt) else "crashed"
+        state = "success" if error is None else "aborted" if isinstance(error, STOPPED_BY_HAND) else "crashed"
         reason = None if error is None else f"{type(error).__name__}: {error}"
         try:
             _in_thread(lambda: run.finish(state=state, error=reason), SWANLAB_CLOSE_SECONDS)
@@ -730,22 +747,31 @@ def rollout_metrics(groups: list[list[Trajectory]], advantages: list[list[float]
     }
 
 
-def train_on(policy: Policy, groups: list[list[Trajectory]], advantages: list[list[float]], settings: TrainSettings):
-    """One optimizer step over an update's trajectories. Returns (metrics, a probe for WeightSync), or None if skipped.
+def train_on(
+    policy: Policy, groups: list[list[Trajectory]], advantages: list[list[float]], settings: TrainSettings
+) -> tuple[dict[str, float], list[int] | None]:
+    """One optimizer step over an update's trajectories. Returns its metrics, and a probe for WeightSync if it was taken.
 
-    Trajectories without advantage have no gradient and are left out; if none is left there is no step. Raises
-    MismatchTooLarge, with no step taken, if engine and trainer disagree.
+    Trajectories without advantage have no gradient and are left out. If none is left there is no step (and no probe);
+    one trajectory is then measured all the same. Raises MismatchTooLarge, with no step taken, if trainer and engine
+    disagree.
     """
     stats, probe = TokenStats(), None
-    for trajectory, advantage in zip(sum(groups, []), sum(advantages, []), strict=True):
-        if advantage and trajectory.turns:
-            name = f"{trajectory.game.game_id} branch {trajectory.branch}"
-            datum = make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, advantage, name)
-            stats += policy.accumulate(datum, settings.ppo_clip_low, settings.ppo_clip_high)
+    played = [pair for pair in zip(sum(groups, []), sum(advantages, []), strict=True) if pair[0].turns]
+    for trajectory, advantage in played:
+        if advantage:
+            stats += policy.accumulate(datum_of(trajectory, advantage), settings.ppo_clip_low, settings.ppo_clip_high)
             probe = probe or trajectory.tokens[:PROBE_TOKENS]
-    if probe is None:
-        return None
-    metrics = stats.metrics()
+    if probe is not None:
+        metrics = stats.metrics()
+    elif played:
+        datum = datum_of(played[0][0], 0.0)
+        with torch.no_grad():
+            logprobs_A, _ = policy.logprobs(datum)
+        measured = mismatch_stats(logprobs_A.cpu(), datum.old_logprobs_T[datum.mask_T]).metrics()
+        metrics = {name: value for name, value in measured.items() if name.startswith("mismatch/")}
+    else:
+        return {}, None
     if metrics["mismatch/k3"] > settings.max_mismatch_kl:
         raise MismatchTooLarge(
             f"trainer and engine disagree: KL(rollout || trainer) is {metrics['mismatch/k3']:.4g} nats a token, above "
@@ -753,8 +779,14 @@ def train_on(policy: Policy, groups: list[list[Trajectory]], advantages: list[li
             f"{metrics['mismatch/max']:.4g}); no step was taken. Usual causes: the engine plays with other weights, "
             "another temperature, or top-p below 1"
         )
-    metrics["train/grad_norm"] = policy.step(settings.grad_clip_norm)
+    if probe is not None:
+        metrics["train/grad_norm"] = policy.step(settings.grad_clip_norm)
     return metrics, probe
+
+
+def datum_of(trajectory: Trajectory, advantage: float) -> TrainingDatum:
+    name = f"{trajectory.game.game_id} branch {trajectory.branch}"
+    return make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, advantage, name)
 
 
 class MismatchTooLarge(RuntimeError):
@@ -771,24 +803,20 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)
     require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
     games = shuffle_games(find_games(settings.data_root, settings.train_split), play.seed)
-    games = games[: settings.max_train_games or None]
-    require(
-        settings.games_per_batch <= len(games), "games_per_batch", settings.games_per_batch,
-        f"at most the number of training games, {len(games)}: a game twice in one update would repeat its seeds",
-    )  # fmt: skip
     check_model(play)
     chat = load_chat_tokens(play.base_model)
-    make_run_dir(run_dir, everything)
-
-    def batch(update: int) -> list[Game]:
-        return batch_of_games(games, update, settings.games_per_batch)
-
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(WorldPool(worlds))
-        await check_first_prompts(chat, pool, batch(0), play)
+        games = (await playable_games(pool, games))[: settings.max_train_games or None]
+        require(
+            settings.games_per_batch <= len(games), "games_per_batch", settings.games_per_batch,
+            f"at most the number of training games, {len(games)}: a game twice in one update would repeat its seeds",
+        )  # fmt: skip
+        await check_first_prompts(chat, pool, games[: settings.games_per_batch], play)
+        make_run_dir(run_dir, everything)
         dtype = engine_dtype(play)
         way = resolve_sync(settings.weight_sync, dtype)
-        print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
+        print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})\nStarting the engine, which takes about a minute", flush=True)
         sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0)
         stack.callback(sampler.close)
         policy = await asyncio.to_thread(
@@ -808,10 +836,16 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
         log = stack.enter_context(
             RunLog(run_dir, run_dir.name, settings.swanlab_project, settings.swanlab_mode, everything)
         )
+
+        def batch(update: int) -> list[Game]:
+            return batch_of_games(games, update, settings.games_per_batch)
+
         for update in trange(settings.max_steps, desc="updates", unit="update"):
             started = time.monotonic()
-            counted = sampler.counts
-            pool.prefetch(game.path for game in batch(update + 1))
+            counted, faults = sampler.counts, pool.faults
+            last = update + 1 == settings.max_steps
+            if not last:
+                pool.prefetch(game.path for game in batch(update + 1))
             with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
                 groups = await gather_or_cancel(
                     play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
@@ -820,19 +854,19 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
             write_records(run_dir / "rollouts" / f"update-{update + 1:04d}.jsonl", sum(groups, []))
             played, counts = time.monotonic(), sampler.counts.since(counted)
             advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
-            metrics = rollout_metrics(groups, advantages) | {"rollout/env_faults": pool.faults}
-            trained = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
+            metrics = rollout_metrics(groups, advantages)
+            metrics |= {"rollout/env_faults": pool.faults - faults, "rollout/preempted": counts.preempted}
+            trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
             stepped = time.monotonic()
-            if trained is not None:
-                await sync.push(update + 1, probe=trained[1])
+            if probe is not None:
+                await sync.push(update + 1, probe)
             finished = time.monotonic()
-            metrics |= trained[0] if trained is not None else {}
-            metrics |= {
+            metrics |= trained | {
                 "tokens/prompt_read": counts.prompt,
                 "tokens/prompt_computed": counts.computed,
                 "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
                 "tokens/sampled": counts.sampled,
-                "tokens/trained": metrics.get("train/tokens", 0),
+                "tokens/trained": trained.get("train/tokens", 0),
                 "time/rollout": played - started,
                 "time/train": stepped - played,
                 "time/sync": finished - stepped,
@@ -840,7 +874,6 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
             }
             log.log(metrics, update + 1)
             tqdm.write(update_line(update + 1, settings.max_steps, metrics))
-            last = update + 1 == settings.max_steps
             if last or settings.save_every and (update + 1) % settings.save_every == 0:
                 folder = save_checkpoint(run_dir, policy, update + 1, everything)
                 tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")

@@ -16,6 +16,8 @@ def test_advantage_is_reward_minus_group_mean():
 def test_group_of_equal_rewards_has_exactly_zero_advantages():
     assert group_advantages([-0.1] * 7) == [0.0] * 7
     assert group_advantages([0.3]) == [0.0]
+    equal = [1 - 0.1 * (n + 10) + 0.1 * n for n in range(40)]  # 0 but for rounding
+    assert len(set(equal)) > 1 and group_advantages(equal) == [0.0] * 40
 
 
 @given(st.lists(st.integers(-50, 10), min_size=1, max_size=64))

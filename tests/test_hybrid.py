@@ -71,6 +71,7 @@ def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(r
         datum, counts = talk(run, sampler, chat, version)
         assert counts.computed < counts.prompt
         assert gaps(policy, datum).mean() < 0.02
+        assert set(run(sampler._engine.list_loras())) == {version + 1}  # the one before is gone
         # the adapter did something: the policy is far from what sampled before it
         assert gaps(policy, base).mean() > 0.1
     sync.close()

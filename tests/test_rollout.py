@@ -109,8 +109,9 @@ def test_every_prompt_strictly_extends_the_one_before_and_tokens_are_held_once(r
     check_prefix_extension(len(trajectory.tokens), [len(p) for p in turns.prompts], trajectory.spans)
 
 
-def test_malformed_and_inadmissible_turns_count_as_steps_and_as_invalid(run, pool, chat, play_settings, starter_games):
-    texts = ["go to drawer 1", tool_call_text("fly to the moon"), "", tool_call_text("look") * 2, tool_call_text("look")]
+def test_malformed_and_inadmissible_turns_count_as_steps_and_as_invalid(run, pool, chat, play_settings, starter_games, tmp_path):
+    texts = ["go to drawer 1", '<tool_call>{"name": "alfworld_step", "arguments": {"action": "fly \\ud800"}}</tool_call>', "",
+             tool_call_text("look") * 2, tool_call_text("look")]  # fmt: skip
     [trajectory] = run(play_group(WrittenTurns(chat, texts), chat, pool, starter_games[0], 1, 0, play_settings))
     assert [turn.status for turn in trajectory.turns] == ["malformed", "not admissible", "malformed", "malformed"] + ["executed"] * 4
     assert trajectory.turns[1].observation == "Nothing happens."
@@ -118,7 +119,8 @@ def test_malformed_and_inadmissible_turns_count_as_steps_and_as_invalid(run, poo
     assert first.action is None and "no tool call" in first.observation and "look" in first.admissible
     assert (len(trajectory.turns), trajectory.invalid_actions, trajectory.malformed) == (8, 4, 3)
     assert trajectory.stop_reason == "max_steps" and trajectory.truncated and trajectory.reward == pytest.approx(-0.4)
-    record = trajectory.record()
+    write_records(tmp_path / "r.jsonl", [trajectory])  # whatever the model wrote can be written
+    record = json.loads((tmp_path / "r.jsonl").read_text())
     assert (record["valid_tool_calls"], record["admissible_actions"]) == (5, 4)
     assert record["mean_logprob"] == pytest.approx(-0.5)
     assert [m["role"] for m in record["messages"]] == ["system", "user"] + ["assistant", "tool"] * 8
@@ -218,4 +220,4 @@ def test_same_seeds_give_the_same_tokens_alone_and_among_others(run, group, samp
 
 
 def test_counts_are_differences():
-    assert TokenCounts(10, 5, 3).since(TokenCounts(4, 2, 1)) == TokenCounts(6, 3, 2)
+    assert TokenCounts(10, 5, 3, 2).since(TokenCounts(4, 2, 1, 1)) == TokenCounts(6, 3, 2, 1)
