@@ -816,7 +816,8 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
         make_run_dir(run_dir, everything)
         dtype = engine_dtype(play)
         way = resolve_sync(settings.weight_sync, dtype)
-        print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})\nStarting the engine, which takes about a minute", flush=True)
+        print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
+        print("Starting the engine, which takes about a minute", flush=True)
         sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0)
         stack.callback(sampler.close)
         policy = await asyncio.to_thread(
