@@ -45,6 +45,7 @@ from train import (
     WAYS_OF_SYNC,
     Policy,
     RunLog,
+    SavedAdapter,
     TrainSettings,
     WeightSync,
     check_adapter,
@@ -209,15 +210,18 @@ RECORDED_SETTINGS = (
 async def load_weights(
     folder: str, update: int, play: RolloutSettings, sampler: Sampler, way: str, dtype: str, rank: int, chat: ChatTokens
 ) -> None:
-    """Bring saved adapter weights to the engine, through a policy on the CPU: it only names and adds up."""
-    policy = await asyncio.to_thread(
-        Policy, play.base_model, lora_rank=rank, device="cpu", dtype=getattr(torch, dtype), seed=play.seed
-    )
-    policy.load_adapter(folder)
+    """Bring saved adapter weights to the engine; merging them takes a policy, on the CPU: it only adds up."""
+    if way == "adapter":
+        weights = SavedAdapter(Path(folder), play.base_model)
+    else:
+        weights = await asyncio.to_thread(
+            Policy, play.base_model, lora_rank=rank, device="cpu", dtype=getattr(torch, dtype), seed=play.seed
+        )
+        weights.load_adapter(folder)
     probe = chat.first_prompt(first_messages("find out which weights are in use.", "You see a probe.", None))
-    sync = WeightSync(policy, sampler, way, dtype)
+    sync = WeightSync(weights, sampler, way, dtype)
     try:
-        await sync.push(update, probe=probe[:PROBE_TOKENS] if policy.differs_from_base() else None)
+        await sync.push(update, probe=probe[:PROBE_TOKENS] if weights.differs_from_base() else None)
     finally:
         sync.close()
 

@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm, trange
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -299,6 +300,14 @@ def _save_adapter_tensors(tensors: dict[str, torch.Tensor], folder: Path, engine
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+def _read_adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except SafetensorError as error:
+        raise SettingsError(f"{folder / 'adapter_model.safetensors'} is damaged: {error}; take another checkpoint") from error
+    return {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): tensor for name, tensor in tensors.items()}
+
+
 def check_adapter(folder: Path, base_model: str) -> PeftConfig:
     """The config of a saved adapter. ValueError, before weights are read, if there is none or it has another base."""
     for file in ("adapter_config.json", "adapter_model.safetensors"):
@@ -315,6 +324,28 @@ def check_adapter(folder: Path, base_model: str) -> PeftConfig:
             f"pass --base-model {saved_base}"
         )
     return saved
+
+
+class SavedAdapter:
+    """A saved adapter as `WeightSync` wants it, for the way `adapter`: its base need not be loaded for that."""
+
+    def __init__(self, folder: Path, base_model: str) -> None:
+        check_adapter(folder, base_model)
+        self._folder = folder
+        self._tensors = _read_adapter_tensors(folder)
+        self.fp32_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        config = AutoConfig.from_pretrained(base_model)
+        self._vision_language = config.get_text_config() is not config
+
+    def save_adapter(self, folder: Path, engine_layout: bool = False) -> None:
+        """As `Policy.save_adapter`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _save_adapter_tensors(self._tensors, folder, engine_layout and self._vision_language)
+        shutil.copy(self._folder / "adapter_config.json", folder)
+
+    def differs_from_base(self) -> bool:
+        """As `Policy.differs_from_base`."""
+        return any(tensor.any().item() for name, tensor in self._tensors.items() if "lora_B" in name)
 
 
 class Policy:
@@ -350,6 +381,7 @@ class Policy:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay)
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
         self._check_head(model)
+        self.fp32_bytes = 4 * sum(parameter.numel() for parameter in self.model.parameters())
 
     @torch.no_grad()
     def _check_head(self, model: torch.nn.Module) -> None:
@@ -421,8 +453,7 @@ class Policy:
         if (saved.r, saved.lora_alpha) != (own.r, own.lora_alpha):
             raise SettingsError(f"{folder} has LoRA rank {saved.r}, alpha {saved.lora_alpha}, this run {own.r}, "
                              f"{own.lora_alpha}; pass --lora-rank {saved.r}")
-        tensors = load_file(folder / "adapter_model.safetensors")
-        tensors = {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): value for name, value in tensors.items()}
+        tensors = _read_adapter_tensors(folder)
         own_tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         shapes = [{name: tuple(value.shape) for name, value in side.items()} for side in (tensors, own_tensors)]
         if differing := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
@@ -518,18 +549,16 @@ class WeightSync:
     `merged` is fast on a CPU, where LoRA requests are slow; but in bf16 it rounds small updates away, hence auto.
     """
 
-    def __init__(self, policy: Policy, sampler: Sampler, way: str, engine_dtype: str) -> None:
+    def __init__(self, policy: Policy | SavedAdapter, sampler: Sampler, way: str, engine_dtype: str) -> None:
         self._policy = policy
         self._sampler = sampler
         self._way = way
         self._dtype = getattr(torch, engine_dtype)
-        self._root = tempfile.TemporaryDirectory(prefix="sampler-weights-", dir=self._shared_memory())
+        # Shared memory where it holds twice what may be written, else the temporary folder.
+        shared = Path("/dev/shm")
+        roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * policy.fp32_bytes
+        self._root = tempfile.TemporaryDirectory(prefix="sampler-weights-", dir=shared if roomy else None)
         self._adapter: Path | None = None
-
-    def _shared_memory(self) -> Path | None:
-        """Where files need no disk, if there is room for twice what is written; else None, the temporary folder."""
-        folder, size = Path("/dev/shm"), 4 * sum(parameter.numel() for parameter in self._policy.model.parameters())
-        return folder if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 2 * size else None
 
     async def push(self, version: int, probe: Sequence[int] | None = None) -> None:
         """Sample with the policy's present weights from now on; `version` must not have been used before.

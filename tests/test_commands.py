@@ -13,6 +13,7 @@ from conftest import ROOT, STARTER
 import eval as evaluation
 import train
 from analysis import main as analyse
+from rollout import SettingsError
 
 
 def command(module, monkeypatch, capsys, *arguments):
@@ -240,6 +241,10 @@ def test_model_path_that_is_no_adapter_or_has_another_base_is_refused(small, mon
     (tmp_path / "other" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "base_model_name_or_path": "Qwen/Other"}')
     error = command(evaluation, monkeypatch, capsys, *flags, "other")
     assert "trained on another base, Qwen/Other" in error and "--base-model Qwen/Other" in error
+    config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": small[1]}
+    (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match="adapter_model.safetensors is damaged"):
+        train.SavedAdapter(tmp_path / "other", small[1])
     (tmp_path / "other" / "adapter_config.json").write_text("{")
     assert "adapter_config.json" in command(evaluation, monkeypatch, capsys, *flags, "other")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout import RolloutSettings, Sampler, SettingsError, check_model, engine_dtype, is_hybrid, load_chat_tokens
-from train import Policy, WeightSync, make_datum, resolve_sync
+from train import Policy, SavedAdapter, WeightSync, make_datum, resolve_sync
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_hybrid_is_recognised_and_runs_in_bf16_with_an_adapter(hybrid_model, war
         check_model(RolloutSettings(base_model=hybrid_model, dtype="float32"))
 
 
-def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(run, sampler, chat, hybrid_model):
+def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(run, sampler, chat, hybrid_model, tmp_path):
     policy = Policy(hybrid_model, lora_rank=8, device="cpu", dtype=torch.bfloat16)
     assert policy.vision_language
     base, counts = talk(run, sampler, chat, 0)
@@ -75,3 +75,13 @@ def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(r
         # the adapter did something: the policy is far from what sampled before it
         assert gaps(policy, base).mean() > 0.1
     sync.close()
+    # and the saved adapter goes the same way without its base being loaded, as eval.py sends it
+    policy.save_adapter(tmp_path / "saved")
+    scores = run(sampler.score(base.tokens_T[:64].tolist()))
+    saved = SavedAdapter(tmp_path / "saved", hybrid_model)
+    assert saved.differs_from_base()
+    again = WeightSync(saved, sampler, "adapter", "bfloat16")
+    run(again.push(9))
+    again.close()
+    assert run(sampler.score(base.tokens_T[:64].tolist())) == scores
+    assert set(run(sampler._engine.list_loras())) == {10}
