@@ -15,13 +15,19 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import math
 import multiprocessing
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,15 +48,22 @@ class SettingsError(ValueError):
 
 
 class RolloutError(RuntimeError):
-    """The sampler answered something no trajectory can be built from."""
+    """The sampler died, or answered something no trajectory can be built from."""
+
+
+class Stopped(Exception):
+    """SIGTERM or Ctrl-C ended the run, which has cleaned up after itself."""
 
 
 # --- settings and flags ---------------------------------------------------------------------------------------------
 
 
-def flag(default, help: str):
-    """A settings field with its one line of help."""
-    return field(default=default, metadata={"help": help})
+def flag(default, help: str, fixed: bool = True, **how):
+    """A settings field with its one line of help.
+
+    A resumed run must keep what is `fixed`, which is all that decides a result. `how` goes to argparse.
+    """
+    return field(default=default, metadata={"help": help, "fixed": fixed, "how": how})
 
 
 @dataclass(frozen=True)
@@ -66,9 +79,9 @@ class RolloutSettings:
     top_p: float = flag(1.0, "nucleus sampling threshold; training needs 1.0")
     seed: int = flag(42, "seed of game order, sampling and adapter initialisation")
     dtype: str = flag("auto", "auto, float32 or bfloat16; auto is bfloat16 on CUDA and float32 on a CPU")
-    engine_memory_share: float = flag(0.45, "share of the GPU that the sampling engine takes (CUDA only)")
-    engine_cache_gb: float = flag(2.0, "key-value cache of the sampling engine in GiB (CPU only)")
-    max_concurrent_requests: int = flag(64, "requests the sampling engine works on at the same time")
+    engine_memory_share: float = flag(0.45, "share of the GPU that the sampling engine takes (CUDA only)", fixed=False)
+    engine_cache_gb: float = flag(2.0, "key-value cache of the sampling engine in GiB (CPU only)", fixed=False)
+    max_concurrent_requests: int = flag(64, "requests the sampling engine works on at the same time", fixed=False)
 
     def __post_init__(self) -> None:
         for name in ("max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens", "max_concurrent_requests"):
@@ -83,7 +96,7 @@ class RolloutSettings:
 def require(condition: bool, name: str, value, needed: str) -> None:
     """Raise SettingsError, in terms of the flag, unless `condition` holds."""
     if not condition:
-        raise SettingsError(f"--{name.replace('_', '-')} is {value!r}; it must be {needed}")
+        raise SettingsError(f"--{name.replace('_', '-')} is {repr(value):.80}; it must be {needed}")
 
 
 def add_flags(parser: argparse.ArgumentParser, recipe: dict, *settings_classes: type) -> None:
@@ -94,6 +107,7 @@ def add_flags(parser: argparse.ArgumentParser, recipe: dict, *settings_classes: 
         for f in dataclasses.fields(settings_class):
             kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t is not type(None))
             how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            how |= f.metadata.get("how", {})
             text = f"{f.metadata['help']} (default: {recipe.get(f.name, f.default)})".replace("%", "%%")
             group.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
 
@@ -108,11 +122,16 @@ def build_settings(args: argparse.Namespace, preset: dict, *settings_classes: ty
 
 
 def run_with_settings(
-    parser: argparse.ArgumentParser, presets: dict[str, dict], run: Callable[..., Awaitable], *settings_classes: type
+    parser: argparse.ArgumentParser,
+    presets: dict[str, dict],
+    run: Callable[..., Awaitable],
+    *settings_classes: type,
+    saved: Callable[[argparse.Namespace], dict] | None = None,
 ) -> None:
     """The command line of train.py and eval.py: flags to settings, then `run(*settings)`; known errors end in one line.
 
-    A preset only sets defaults: flags that are given win.
+    A preset only sets defaults: flags that are given win. `saved` has the settings of the run that is to go on, if one
+    is (else nothing); they take the preset's place.
     """
     add_flags(parser, presets["recipe"], *settings_classes)
     parser.add_argument(
@@ -123,10 +142,11 @@ def run_with_settings(
     args = parser.parse_args()
     try:
         try:
-            settings = build_settings(args, presets[args.preset or "recipe"], *settings_classes)
+            defaults = saved(args) if saved else {}
+            settings = build_settings(args, defaults or presets[args.preset or "recipe"], *settings_classes)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        if args.preset is None and not hasattr(args, "base_model"):
+        if args.preset is None and not hasattr(args, "base_model") and not defaults:
             import torch
 
             if not torch.cuda.is_available():
@@ -137,15 +157,78 @@ def run_with_settings(
                 )
         if any(getattr(s, "base_model", None) == DEMO_MODEL for s in settings):
             make_demo_model()
-        asyncio.run(run(*settings))
+        asyncio.run(stoppable(run(*settings)))
+    except Stopped as stopped:
+        sys.exit(128 + stopped.args[0])
+    except KeyboardInterrupt:  # before the loop has begun, or after it
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        # Only errors that were written for a person; anything else keeps its traceback.
-        if type(error).__module__ in PROJECT_MODULES or isinstance(error, FloatingPointError):
-            sys.exit(f"error: {error}")
-        raise
+        reason = explain(error)
+        if reason is None:
+            raise
+        sys.exit(f"error: {reason}")
 
 
 PROJECT_MODULES = ("__main__", "data", "protocol", "environment", "rollout", "train", "eval")
+
+
+def explain(error: Exception) -> str | None:
+    """Cause and remedy in one line; None for what is no more than a defect and keeps its traceback."""
+    text = first_line(error)
+    if type(error).__module__ in PROJECT_MODULES or isinstance(error, FloatingPointError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({text}): make room, or choose another --runs-dir; what was saved before is intact"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"not allowed to write ({text}): choose another folder; what was saved before is intact"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+        return (
+            f"out of memory ({text}): lower --head-chunk, --max-trajectory-tokens, --engine-memory-share (GPU) or "
+            "--engine-cache-gb (CPU); what was saved before is intact"
+        )
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """Kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
+
+
+async def stoppable(work: Awaitable) -> None:
+    """Await `work`. SIGTERM or Ctrl-C cancels it, so that it can save and clean up; a second one ends the process at once.
+
+    Whatever ends this process, its children notice and end too. Raises Stopped with the signal's number.
+    """
+    loop, task, received = asyncio.get_running_loop(), asyncio.current_task(), []
+
+    def stop(number: int) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        name = signal.Signals(number).name
+        print(f"\n{name}: saving and closing; a second one stops at once", file=sys.stderr, flush=True)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise Stopped(received[0]) from None
+
+
+async def uninterrupted(work: Awaitable):
+    """Await `work` to its end; a cancellation that comes meanwhile is raised after that."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception():
+            raise task.exception() from None
+        raise
 
 
 def make_demo_model() -> None:
@@ -329,9 +412,11 @@ class Sampler:
     """
 
     def __init__(
-        self, engine, settings: RolloutSettings, stop_token_ids: list[int], counts: TokenCounts, seeded: bool
-    ) -> None:
+        self, engine, settings: RolloutSettings, stop_token_ids: list[int], counts: TokenCounts, seeded: bool,
+        sockets: tempfile.TemporaryDirectory,
+    ) -> None:  # fmt: skip
         self._engine = engine
+        self._sockets = sockets
         self._settings = settings
         self._seeded = seeded
         self._stop_token_ids = stop_token_ids
@@ -387,6 +472,7 @@ class Sampler:
             "generation_config": "vllm",
             "language_model_only": True,
             "use_tqdm_on_load": False,
+            "worker_extension_cls": f"{EngineWorker.__module__}.{EngineWorker.__name__}",
         }
         if lora_rank:
             from vllm.config.lora import MaxLoRARanks
@@ -408,17 +494,36 @@ class Sampler:
                 "kv_cache_memory_bytes": int(settings.engine_cache_gb * 2**30),
                 # A seeded request whose prefill is split over steps crashes the CPU engine: never split one.
                 "max_num_batched_tokens": max(32_768, settings.max_trajectory_tokens),
-                "worker_extension_cls": f"{EngineWorker.__module__}.{EngineWorker.__name__}",
             }
             if not is_hybrid(settings.base_model):
                 options["enable_chunked_prefill"] = False
                 options["block_size"] = 32  # the smallest the CPU kernels like: fewest prompt tokens computed twice
         arguments = AsyncEngineArgs(**(options | engine_options))
+        # The engine leaves its sockets lying about: give it a folder that goes with it.
+        sockets = tempfile.TemporaryDirectory(prefix="engine-")
+        os.environ["VLLM_RPC_BASE_PATH"] = os.environ["ENGINE_SOCKETS"] = sockets.name
         # In a thread, as the policy's work is: the loop stays free for the environment's workers.
-        engine = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments, stat_loggers=[CountTokens])
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(AsyncLLM.from_engine_args, arguments, stat_loggers=[CountTokens])
+        )
+        try:
+            engine = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                (await starting).shutdown()  # it cannot be stopped half-way, and nobody else knows of it
+            sockets.cleanup()
+            raise
+        except RuntimeError as error:
+            sockets.cleanup()
+            raise RolloutError(
+                f"the engine did not start: {first_line(error)} Its own message is above. If it is out of memory: "
+                "lower --engine-memory-share (GPU) or --engine-cache-gb (CPU), --max-trajectory-tokens, "
+                "--max-concurrent-requests"
+            ) from error
         # Caching a recurrent state splits prefills at block ends, and a seeded request with a split prefill crashes the
         # CPU engine: hybrids sample without request seeds there. On CUDA every request is seeded.
-        return cls(engine, settings, stop_token_ids, counts, seeded=cuda or not is_hybrid(settings.base_model))
+        seeded = cuda or not is_hybrid(settings.base_model)
+        return cls(engine, settings, stop_token_ids, counts, seeded, sockets)
 
     @property
     def counts(self) -> TokenCounts:
@@ -471,10 +576,11 @@ class Sampler:
         """The engine's one final output for a prompt of token ids."""
         self._requests += 1
         final = None
-        async for output in self._engine.generate(
-            {"prompt_token_ids": prompt}, params, f"r{self._requests}", lora_request=self._adapter
-        ):
-            final = output
+        with _engine_alive():
+            async for output in self._engine.generate(
+                {"prompt_token_ids": prompt}, params, f"r{self._requests}", lora_request=self._adapter
+            ):
+                final = output
         if final is None or len(final.outputs) != params.n or len(final.prompt_token_ids) != len(prompt):
             raise RolloutError(f"the engine gave no full answer to a prompt of {len(prompt)} tokens (n={params.n})")
         return final
@@ -485,8 +591,9 @@ class Sampler:
 
         previous = self._adapter
         adapter = LoRARequest(f"update-{version}", version + 1, str(folder))
-        if not await self._engine.add_lora(adapter):
-            raise RolloutError(f"the engine did not take the adapter in {folder}")
+        with _engine_alive():
+            if not await self._engine.add_lora(adapter):
+                raise RolloutError(f"the engine did not take the adapter in {folder}")
         self._adapter = adapter
         self.policy_version = adapter.lora_name
         if previous is not None:
@@ -494,26 +601,63 @@ class Sampler:
 
     async def reload(self, folder: Path, version: int) -> None:
         """Sample with the full weights in `folder` (safetensors) from now on, loaded over the old ones in place."""
-        await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        # Key-value blocks of the old weights must not answer for the new ones.
-        if not await self._engine.reset_prefix_cache():
+        with _engine_alive():
+            await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            # Key-value blocks of the old weights must not answer for the new ones.
+            dropped = await self._engine.reset_prefix_cache()
+        if not dropped:
             raise RolloutError("the engine could not drop its prefix cache: requests were still running during a reload")
         self.policy_version = f"update-{version}"
 
     def close(self) -> None:
         """End the engine and its processes."""
         self._engine.shutdown()
+        self._sockets.cleanup()
+
+
+@contextlib.contextmanager
+def _engine_alive():
+    """Say in our words that the engine's process is gone."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise RolloutError(
+            "the sampling engine died; its own message is above, if it left one. Usual cause: out of memory (lower "
+            "--engine-memory-share or --engine-cache-gb, --max-concurrent-requests); what was learned is saved, go on with --resume"
+        ) from error
 
 
 class EngineWorker:
-    """Mixed into the engine's CPU worker, so that this module is imported in that process (see below)."""
+    """Mixed into the engine's worker, so that this module is imported in that process, whatever script started it."""
 
 
-# bf16 kernels use a CPU's AMX tiles, but the worker never asks the kernel for them and dies with SIGILL.
-if multiprocessing.parent_process() is not None and "vllm" in sys.modules:
+def _settle_engine_process() -> None:
+    """In each process of the engine: end with the parent, leave Ctrl-C to it, and use a CPU's AMX tiles.
+
+    vLLM's processes outlive a killed parent. bf16 kernels use AMX where the CPU has it, but nobody asks the kernel for
+    it, and the process dies with SIGILL.
+    """
     import torch
 
+    os.setpgid(0, 0)  # Ctrl-C goes to every process of the terminal's group
+    parent = os.getppid()
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        if sockets := os.environ.get("ENGINE_SOCKETS"):
+            shutil.rmtree(sockets, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
     torch.cpu._init_amx()
+
+
+# A spawned process runs the parent's script first, as __mp_main__ and before it knows that it has a parent.
+if sys.modules.get("__mp_main__") is not sys.modules["__main__"] or multiprocessing.parent_process() is not None:
+    _settle_engine_process()
 
 
 def engine_dtype(settings: RolloutSettings) -> str:
@@ -533,7 +677,7 @@ def load_model_config(base_model: str):
         return AutoConfig.from_pretrained(base_model).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise SettingsError(
-            f"--base-model {base_model!r} is no model: {str(error).splitlines()[0]} "
+            f"--base-model {base_model!r} is no model: {first_line(error)} "
             "(give a folder with config.json, or a Hub id that this machine has or can reach)"
         ) from error
 
@@ -706,16 +850,21 @@ async def playable_games(pool: WorldPool, games: Sequence[Game]) -> list[Game]:
     return playable
 
 
+async def first_prompt_of(chat: ChatTokens, pool: WorldPool, game: Game, settings: RolloutSettings) -> list[int]:
+    """The tokens of a game's first prompt."""
+    group = await pool.open_group(game.path, 1)
+    group.close()
+    shown = group.first.admissible if settings.include_admissible_actions else None
+    return chat.first_prompt(first_messages(group.task, group.first.observation, shown))
+
+
 async def check_first_prompts(
     chat: ChatTokens, pool: WorldPool, games: Sequence[Game], settings: RolloutSettings
 ) -> None:
     """Raise SettingsError if a game's first prompt leaves no room for a completion (before a model is loaded)."""
 
     async def check(game: Game) -> None:
-        group = await pool.open_group(game.path, 1)
-        group.close()
-        shown = group.first.admissible if settings.include_admissible_actions else None
-        length = len(chat.first_prompt(first_messages(group.task, group.first.observation, shown)))
+        length = len(await first_prompt_of(chat, pool, game, settings))
         if length >= settings.max_trajectory_tokens:
             raise SettingsError(
                 f"--max-trajectory-tokens is {settings.max_trajectory_tokens}, but the first prompt of {game.path} "

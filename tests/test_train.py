@@ -3,12 +3,10 @@
 import asyncio
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 import train
 from advantages import group_advantages
@@ -23,7 +21,6 @@ from train import (
     make_run_dir,
     resolve_sync,
     rollout_metrics,
-    save_checkpoint,
     train_on,
 )
 
@@ -37,7 +34,9 @@ from train import (
         ({"games_per_batch": 0}, "--games-per-batch is 0"),
         ({"group_size": 0}, "--group-size is 0"),
         ({"group_size": 257}, "--group-size is 257"),
-        ({"lora_rank": 0}, "--lora-rank is 0"),
+        ({"lora_rank": -1}, "--lora-rank is -1"),
+        ({"run_name": "../x"}, "--run-name is '../x'"),
+        ({"keep_checkpoints": -1}, "--keep-checkpoints is -1"),
         ({"learning_rate": 0.0}, "--learning-rate is 0.0"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"beta2": 1.0}, "--beta2 is 1.0"),
@@ -57,6 +56,12 @@ def test_auto_keeps_small_updates_merged_in_fp32_and_as_an_adapter_in_bf16():
     assert resolve_sync("auto", "float32") == "merged"
     assert resolve_sync("auto", "bfloat16") == "adapter"
     assert resolve_sync("adapter", "float32") == "adapter"
+
+
+def test_without_adapter_weights_are_merged():
+    assert resolve_sync("auto", "bfloat16", lora_rank=0) == "merged"
+    with pytest.raises(SettingsError, match="--weight-sync is 'adapter'; it must be merged with --lora-rank 0"):
+        TrainSettings(lora_rank=0, weight_sync="adapter")
 
 
 def test_run_folder_that_exists_or_cannot_be_written_is_refused(tmp_path):
@@ -210,20 +215,3 @@ def test_rollout_metrics_against_the_records(run, sampler, chat, pool, play_sett
     assert metrics["rollout/valid_tool_calls"] == pytest.approx(sum(r["valid_tool_calls"] for r in records) / turns)
     assert metrics["rollout/admissible_actions"] == pytest.approx(sum(r["admissible_actions"] for r in records) / turns)
     assert metrics["advantage/trained_trajectories"] == sum(a != 0 for group in advantages for a in group)
-
-
-def test_saved_sampler_weights_are_a_plain_peft_adapter_with_where_they_come_from(tmp_path, policy, warm_model):
-    with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    make_run_dir(tmp_path / "run", {})
-    folder = save_checkpoint(tmp_path / "run", policy, 7, asdict(TrainSettings()))
-    assert folder == tmp_path / "run" / "checkpoints" / "update-0007"
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(warm_model, dtype=torch.float32), folder / "sampler")
-    tokens = torch.arange(30)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(plain(tokens).logits, policy.model(tokens).logits, rtol=1e-4, atol=1e-4)
-    assert json.loads((folder / "sampler" / "training.json").read_text())["update"] == 7
-    assert torch.load(folder / "state" / "optimizer.pt", weights_only=True)["param_groups"][0]["lr"] == 3e-3
-    assert not list((tmp_path / "run" / "checkpoints").glob("*.partial"))

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3_5TextConfig, Qwen3Config,
 )
 
-from train import Policy, TokenStats, make_datum, mismatch_stats, ppo_clip_loss, token_logprobs
+from train import Policy, make_datum, mismatch_metrics, ppo_clip_loss, token_logprobs, update_metrics
 
 VOCABULARY = 64
 SHAPE = {
@@ -95,8 +95,8 @@ def random_datum(seed=0, advantage=0.7):
 def gradients(policy, *data):
     for parameter in policy.parameters:
         parameter.grad = None
-    stats = sum((policy.accumulate(datum, 0.8, 1.2) for datum in data), TokenStats())
-    return [parameter.grad.clone() for parameter in policy.parameters], stats
+    tokens_4A = torch.cat([policy.accumulate(datum, 0.8, 1.2) for datum in data], dim=1)
+    return [parameter.grad.clone() for parameter in policy.parameters], update_metrics(*tokens_4A, 0.8, 1.2)
 
 
 def full_logprobs(model, datum, temperature=1.0):
@@ -178,7 +178,7 @@ def test_loss_and_gradient_equal_the_reference_in_every_clip_region(advantage):
     new = [value + math.log(ratio) for value, ratio in zip(old, RATIOS)]
     advantages = [advantage] * len(RATIOS)
     logprobs = torch.tensor(new, requires_grad=True)
-    loss, stats = ppo_clip_loss(logprobs, torch.tensor(old), torch.tensor(advantages), 0.8, 1.2)
+    loss = ppo_clip_loss(logprobs, torch.tensor(old), torch.tensor(advantages), 0.8, 1.2)
     loss.backward()
     assert loss.item() == pytest.approx(reference_loss(new, old, advantages, 0.8, 1.2), abs=1e-5)
 
@@ -190,15 +190,18 @@ def test_loss_and_gradient_equal_the_reference_in_every_clip_region(advantage):
         clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
         assert logprobs.grad[i].item() == pytest.approx(0.0 if clipped else -advantage * ratio, abs=1e-5)
 
-    assert stats.tokens == len(RATIOS)
-    assert stats.clipped_sum == 2  # the two above 1.2, or the two below 0.8
-    assert stats.loss_sum == loss.item()
-    assert stats.ratio_sum == pytest.approx(sum(RATIOS), rel=1e-5)
-    assert stats.ratio_max == pytest.approx(3.0, rel=1e-5)
+    entropies = torch.rand(len(RATIOS))
+    metrics = update_metrics(logprobs.detach(), torch.tensor(old), torch.tensor(advantages), entropies, 0.8, 1.2)
+    assert metrics["train/tokens"] == len(RATIOS)
+    assert metrics["train/clip_fraction"] == pytest.approx(2 / len(RATIOS))  # the two above 1.2, or the two below 0.8
+    assert metrics["train/loss"] == loss.item()
+    assert metrics["train/ratio_mean"] == pytest.approx(sum(RATIOS) / len(RATIOS), rel=1e-5)
+    assert metrics["train/ratio_max"] == pytest.approx(3.0, rel=1e-5)
+    assert metrics["train/entropy"] == pytest.approx(sum(entropies.tolist()) / len(RATIOS), rel=1e-5)
 
 
 def test_mismatch_by_hand():
-    metrics = mismatch_stats(torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])).metrics()
+    metrics = mismatch_metrics(torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5]))
     assert metrics["mismatch/mean"] == pytest.approx(1.5 / 3)
     assert metrics["mismatch/max"] == pytest.approx(1.0)
     assert metrics["mismatch/k1"] == pytest.approx((-0.5 + 1.0) / 3)
@@ -209,27 +212,10 @@ def test_kl_estimators_agree_with_the_exact_kl():
     torch.manual_seed(0)
     rollout_V, trainer_V = torch.randn(2, 20).log_softmax(-1)
     samples = torch.multinomial(rollout_V.exp(), 200_000, replacement=True)
-    metrics = mismatch_stats(trainer_V[samples], rollout_V[samples]).metrics()
+    metrics = mismatch_metrics(trainer_V[samples], rollout_V[samples])
     exact = (rollout_V.exp() * (rollout_V - trainer_V)).sum().item()
     assert metrics["mismatch/k1"] == pytest.approx(exact, rel=0.02)
     assert metrics["mismatch/k3"] == pytest.approx(exact, rel=0.02)
-
-
-def test_statistics_of_micro_batches_join_to_those_of_the_whole():
-    torch.manual_seed(0)
-    new, old, advantages = torch.randn(30) - 2, torch.randn(30) - 2, torch.randn(30)
-    whole = ppo_clip_loss(new, old, advantages, 0.8, 1.2)[1]
-    parts = [ppo_clip_loss(*part, 0.8, 1.2)[1] for part in zip(new.split(7), old.split(7), advantages.split(7))]
-    joined = sum(parts, TokenStats())
-    assert whole.metrics() == pytest.approx(joined.metrics(), rel=1e-5)
-    assert joined.tokens == 30
-    assert 0 < whole.metrics()["train/clip_fraction"] < 1
-
-
-def test_metrics_of_no_token_are_refused():
-    assert mismatch_stats(torch.tensor([]), torch.tensor([])) == TokenStats()
-    with pytest.raises(ValueError, match="no token was trained on"):
-        TokenStats().metrics()
 
 
 # --- log-probabilities ---
@@ -344,7 +330,7 @@ def test_dropout_in_the_config_is_not_applied(bases, tmp_path):
 @pytest.mark.parametrize("base", ["qwen3", "qwen3_5_text"])
 def test_gradient_equals_that_of_full_logits_without_recomputation(bases, base):
     policy, datum = randomise(make_policy(bases[base])), random_datum()
-    ours, stats = gradients(policy, datum)
+    ours, metrics = gradients(policy, datum)
     plain = copy.deepcopy(policy.model).eval()  # eval: no gradient checkpointing
     logprobs_A, entropies_A = full_logprobs(plain, datum)
     ratio_A = (logprobs_A - datum.old_logprobs_T[datum.mask_T].double()).exp()
@@ -353,8 +339,8 @@ def test_gradient_equals_that_of_full_logits_without_recomputation(bases, base):
     theirs = [parameter.grad for parameter in plain.parameters() if parameter.requires_grad]
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, atol=2e-4, rtol=2e-3)
-    assert stats.loss_sum == pytest.approx(loss.item(), rel=1e-4)
-    assert stats.entropy_sum == pytest.approx(entropies_A.sum().item(), rel=1e-4)
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["train/entropy"] == pytest.approx(entropies_A.mean().item(), rel=1e-4)
     assert max(gradient.abs().max() for gradient in ours) > 1e-2
 
 
@@ -362,12 +348,12 @@ def test_gradient_equals_that_of_full_logits_without_recomputation(bases, base):
 def test_gradients_of_trajectories_add_up_and_zero_advantage_adds_nothing(bases, base):
     policy = randomise(make_policy(bases[base]))
     first, second, nothing = random_datum(1, 0.9), random_datum(2, -0.4), random_datum(3, 0.0)
-    gradients_1, stats_1 = gradients(policy, first)
-    gradients_2, stats_2 = gradients(policy, second)
-    together, stats = gradients(policy, first, nothing, second)
+    gradients_1, metrics_1 = gradients(policy, first)
+    gradients_2, metrics_2 = gradients(policy, second)
+    together, metrics = gradients(policy, first, nothing, second)
     for one, two, both in zip(gradients_1, gradients_2, together, strict=True):
         torch.testing.assert_close(one + two, both, atol=1e-5, rtol=1e-4)
-    assert stats.loss_sum == pytest.approx(stats_1.loss_sum + stats_2.loss_sum)
+    assert metrics["train/loss"] == pytest.approx(metrics_1["train/loss"] + metrics_2["train/loss"])
     assert all(not gradient.any() for gradient in gradients(policy, nothing)[0])
 
 
@@ -425,9 +411,9 @@ def test_steps_on_a_positive_advantage_make_the_tokens_likelier(bases):
     policy, datum = make_policy(bases["qwen3_5_text"]), random_datum()
     before = policy.logprobs(datum)[0].detach()
     datum = replace(datum, old_logprobs_T=datum.old_logprobs_T.masked_scatter(datum.mask_T, before))
-    stats = policy.accumulate(datum, 0.8, 1.2)
-    assert stats.loss_sum == pytest.approx(-0.7 * 18, rel=1e-5)  # ratio 1 everywhere
-    assert stats.ratio_max == pytest.approx(1.0, abs=1e-5) and stats.difference_max < 1e-5
+    metrics = update_metrics(*policy.accumulate(datum, 0.8, 1.2), 0.8, 1.2)
+    assert metrics["train/loss"] == pytest.approx(-0.7 * 18, rel=1e-5)  # ratio 1 everywhere
+    assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5) and metrics["mismatch/max"] < 1e-5
     policy.step(1.0)
     assert policy.logprobs(datum)[0].sum() > before.sum() + 0.1
 
@@ -470,7 +456,7 @@ def test_bf16_base_keeps_an_fp32_adapter_and_merges_in_fp32(bases):
     base, b, a = (state[f"{layer}.{part}.weight"] for part in ("base_layer", "lora_B.default", "lora_A.default"))
     assert base.dtype == torch.bfloat16 and merged.dtype == torch.float32
     torch.testing.assert_close(merged, base.float() + 32 / 4 * b @ a, atol=1e-6, rtol=0)
-    assert policy.accumulate(random_datum(), 0.8, 1.2).tokens == 18
+    assert policy.accumulate(random_datum(), 0.8, 1.2).shape == (4, 18)
     policy.step(1.0)
 
 

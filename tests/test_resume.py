@@ -1,0 +1,267 @@
+"""Interrupted and resumed runs against an unbroken one, with the real engine: nothing is lost, and nothing is left behind."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, STARTER
+from test_commands import processes_of
+
+from train import CHECKSUMS, read_checkpoint
+
+
+class Command:
+    """One of the project's scripts, running, with its output in a file."""
+
+    def __init__(self, home, *arguments):
+        self.home = home
+        self.log = home / f"output-{len(list(home.glob('output-*')))}.txt"
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, ROOT / arguments[0], *map(str, arguments[1:])], cwd=home, stdout=file,
+                stderr=subprocess.STDOUT, env=os.environ | {"STARTED_BY_TEST": str(home)}, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    def wait_for(self, happened, seconds=300):
+        """Wait until `happened()`; False if the command has ended before."""
+        end = time.monotonic() + seconds
+        while not happened():
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < end, self.output[-3000:]
+            time.sleep(0.002)
+        return True
+
+    def signal(self, number):
+        self.process.send_signal(number)
+        return self.end()
+
+    def end(self, seconds=300):
+        """The exit status, once every process is gone."""
+        status = self.process.wait(seconds)
+        for _ in range(100):
+            if not processes_of(self.home):
+                return status
+            time.sleep(0.1)
+        raise AssertionError(f"left behind: {processes_of(self.home)}")
+
+
+def litter():
+    return {str(path) for place in ("/dev/shm", "/tmp") for path in Path(place).iterdir()
+            if re.match(r"engine-|sampler-weights-|[0-9a-f]{8}-[0-9a-f]{4}-|psm_", path.name)}  # fmt: skip
+
+
+def settings(model, updates):
+    return (
+        "train.py", "--base-model", model, "--data-root", STARTER, "--max-steps", updates, "--games-per-batch", 2,
+        "--group-size", 4, "--max-episode-steps", 6, "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24,
+        "--learning-rate", 1e-3, "--lora-rank", 8, "--run-name", "one", "--swanlab-mode", "disabled",
+        "--engine-cache-gb", 0.5,
+    )  # fmt: skip
+
+
+def metrics_of(home):
+    lines = [json.loads(line) for line in (home / "runs/one/metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+def assert_same_run(home, other, update):
+    """Games, seeds, prompts, tokens, rewards, losses, weights, Adam's state: to the bit."""
+    assert metrics_of(home) == metrics_of(other)
+    for folder in (home, other):
+        read_checkpoint(folder / f"runs/one/checkpoints/update-{update:04d}")
+    rollouts = sorted(path.name for path in (other / "runs/one/rollouts").iterdir())
+    assert rollouts == [f"update-{number:04d}.jsonl" for number in range(1, update + 1)]
+    for name in rollouts:
+        assert (home / "runs/one/rollouts" / name).read_bytes() == (other / "runs/one/rollouts" / name).read_bytes()
+    for part in ("sampler/adapter_model.safetensors", "state/optimizer.safetensors"):
+        ours, theirs = (folder / f"runs/one/checkpoints/update-{update:04d}" / part for folder in (home, other))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def unbroken(warm_model, tmp_path_factory):
+    """A run of four updates without interruption."""
+    home = tmp_path_factory.mktemp("unbroken")
+    command = Command(home, *settings(warm_model, 4), "--save-every", 1, "--keep-checkpoints", 2)
+    assert command.end() == 0, command.output[-3000:]
+    assert sorted(os.listdir(home / "runs/one/checkpoints")) == ["latest", "update-0003", "update-0004"]
+    return home
+
+
+def test_stopped_killed_and_resumed_is_the_unbroken_run(unbroken, warm_model, tmp_path):
+    before, checkpoints = litter(), tmp_path / "runs/one/checkpoints"
+    metrics = tmp_path / "runs/one/metrics.jsonl"
+
+    # SIGTERM in the second or third rollout, far from a planned save
+    command = Command(tmp_path, *settings(warm_model, 4), "--save-every", 0)
+    assert command.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 1)
+    assert command.signal(signal.SIGTERM) == 128 + signal.SIGTERM, command.output[-3000:]
+    done = len(metrics_of(tmp_path))
+    assert f"Saved state: runs/one/checkpoints/update-{done:04d}" in command.output and done < 4
+    assert "To go on: uv run python train.py --resume runs/one" in command.output and "Traceback" not in command.output
+    assert litter() == before
+
+    # a changed setting is refused before the engine starts, and nothing is touched
+    kept = metrics.read_bytes()
+    command = Command(tmp_path, "train.py", "--resume", "runs/one", "--learning-rate", 1e-4)
+    assert command.end() == 1
+    assert "error: --learning-rate was 0.001 in the run that is resumed and is now 0.0001" in command.output
+    assert "Starting the engine" not in command.output and metrics.read_bytes() == kept
+
+    # kill -9 once the next update is saved; a planned save each update now, which alters no result
+    command = Command(tmp_path, "train.py", "--resume", "auto", "--run-name", "one", "--save-every", 1)
+    assert command.wait_for(lambda: (checkpoints / f"update-{done + 1:04d}" / CHECKSUMS).exists())
+    command.signal(signal.SIGKILL)
+    assert f"Going on after update {done} from" in command.output
+    assert re.search(r"Trainer and engine agree to \d\.\de-0[5-9] nats", command.output)
+    assert litter() == before
+
+    command = Command(tmp_path, "train.py", "--resume", "runs/one")
+    assert command.end() == 0, command.output[-3000:]
+    assert_same_run(tmp_path, unbroken, 4)
+    assert litter() == before
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_instants_is_the_unbroken_run(warm_model, tmp_path_factory):
+    """Half an hour. Instants: any, in the middle of a save, of a weight sync, of writing records, of the start."""
+    updates, kills = 8, 20
+    reference, home = tmp_path_factory.mktemp("reference"), tmp_path_factory.mktemp("killed")
+    command = Command(reference, *settings(warm_model, updates), "--save-every", 1)
+    assert command.end(600) == 0, command.output[-3000:]
+    run, rng = home / "runs/one", random.Random(0)
+
+    def in_save():
+        return any(path.name.startswith("update-") for path in (run / "checkpoints").glob("*.partial"))
+
+    def in_sync():
+        return any((run / "sampler-weights").glob("update-*/model.safetensors"))
+
+    def in_records():
+        return any((run / "rollouts").glob("*.partial"))
+
+    struck = []
+    first = (*settings(warm_model, updates), "--save-every", 1)
+    while len(struck) < kills:
+        command = Command(home, *(first if not run.exists() else ("train.py", "--resume", "auto", "--run-name", "one")))
+        started = time.monotonic()
+        kind = ("any", "save", "sync", "records", "start")[len(struck) % 5]
+        if kind == "start":
+            wait = rng.uniform(1, 25)
+            command.wait_for(lambda: time.monotonic() > started + wait)
+        else:
+            known = len(metrics_of(home)) if (run / "metrics.jsonl").exists() else 0
+            command.wait_for(lambda: "agree to" in command.output)
+            if kind == "any":
+                wait = time.monotonic() + rng.uniform(0, 3)
+                command.wait_for(lambda: time.monotonic() > wait)
+            else:
+                command.wait_for({"save": in_save, "sync": in_sync, "records": in_records}[kind])
+        if command.process.poll() is not None:
+            assert command.process.returncode == 0, command.output[-3000:]
+            break  # eight updates are done: the rest of the kills had nothing to hit
+        command.signal(signal.SIGKILL)
+        struck.append(kind)
+        print(f"kill {len(struck)} ({kind}) after {time.monotonic() - started:.1f} s", flush=True)
+    if command.process.returncode != 0:
+        command = Command(home, "train.py", "--resume", "auto", "--run-name", "one")
+        assert command.end(900) == 0, command.output[-3000:]
+    print(f"killed {len(struck)} times: { {kind: struck.count(kind) for kind in struck} }")
+    assert_same_run(home, reference, updates)
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def begin(model, home, *more, until=1):
+    """A long run that has done `until` updates."""
+    command = Command(home, *settings(model, 1000), "--save-every", 0, *more)
+    assert command.wait_for(lambda: command.output.count("  success ") >= until), command.output[-3000:]
+    return command
+
+
+def assert_nothing_lost(command, home, before):
+    """What was learned is saved and read back, nothing lies about, and the message tells how to go on."""
+    done = len(metrics_of(home))
+    assert done >= 1 and "Traceback" not in command.output
+    assert read_checkpoint(home / f"runs/one/checkpoints/update-{done:04d}").update == done
+    assert "To go on: uv run python train.py --resume runs/one" in command.output
+    assert litter() == before
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_a_terminal_reaches_every_process_and_is_as_good_as_sigterm(warm_model, tmp_path):
+    before, command = litter(), begin(warm_model, tmp_path)
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.end() == 128 + signal.SIGINT
+    assert_nothing_lost(command, tmp_path, before)
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once(warm_model, tmp_path):
+    before, command = litter(), begin(warm_model, tmp_path)
+    command.process.send_signal(signal.SIGTERM)
+    time.sleep(0.01)
+    started = time.monotonic()
+    assert command.signal(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert time.monotonic() - started < 5
+    assert litter() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [3, 12, 25])
+def test_stopped_while_it_starts(warm_model, tmp_path, seconds):
+    before = litter()
+    command = Command(tmp_path, *settings(warm_model, 3))
+    time.sleep(seconds)
+    assert command.signal(signal.SIGTERM) in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert "Traceback" not in command.output and litter() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["VLLM::EngineCor", "VLLM::Worker"])  # the kernel keeps 15 letters
+def test_a_dead_engine_is_named_and_nothing_is_lost(warm_model, tmp_path, victim):
+    before, command = litter(), begin(warm_model, tmp_path)
+    [process] = [p for p in processes_of(tmp_path) if Path(f"/proc/{p}/comm").read_text().strip() == victim]
+    os.kill(int(process), signal.SIGKILL)
+    assert command.end() == 1
+    assert "error: the sampling engine died" in command.output and "go on with --resume" in command.output
+    assert_nothing_lost(command, tmp_path, before)
+
+
+@pytest.mark.slow
+def test_weights_that_run_away_are_named_and_what_was_saved_stays(warm_model, tmp_path):
+    before = litter()
+    command = Command(tmp_path, *settings(warm_model, 5), "--learning-rate", 1e30, "--save-every", 1)
+    assert command.end() == 1
+    assert re.search(r"error: (the engine sampled a log-probability that is no number|trainer and engine disagree|.*loss is)", command.output)
+    assert "Traceback" not in command.output and litter() == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_what_was_saved_stays(warm_model, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a small disk takes the right to mount one")
+    try:
+        before = litter()
+        command = Command(tmp_path, *settings(warm_model, 1000), "--save-every", 1, "--runs-dir", disk)
+        assert command.end(900) == 1
+        assert "error: the disk is full" in command.output and "Traceback" not in command.output
+        saved = sorted((disk / "one/checkpoints").glob("update-????"))
+        assert saved and all(read_checkpoint(folder) for folder in saved) and litter() == before
+    finally:
+        subprocess.run(["umount", disk], check=True)
