@@ -219,12 +219,14 @@ async def stoppable(work: Awaitable) -> None:
         raise Stopped(received[0]) from None
 
 
-async def uninterrupted(work: Awaitable):
-    """Await `work` to its end; a cancellation that comes meanwhile is raised after that."""
+async def uninterrupted(work: Awaitable, meanwhile: asyncio.Task | None = None):
+    """Await `work` to its end; a cancellation that comes first ends what goes on `meanwhile` and is raised after that."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        if meanwhile:
+            meanwhile.cancel()
         await asyncio.wait([task])
         if not task.cancelled() and task.exception():
             raise task.exception() from None

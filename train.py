@@ -30,11 +30,13 @@ import time
 from concurrent.futures import Future
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
@@ -497,6 +499,120 @@ class Policy:
                 yield f"{name.removeprefix('base_model.model.')}.weight", merged
 
 
+# --- more than one trainer process --------------------------------------------------------------------------------
+#
+# Under torchrun every process holds the whole policy and a share of an update's trajectories; process 0 is the run
+# (games, engine, log, checkpoints), the others follow it. Loss and gradient are sums over tokens, so the number of
+# processes changes rounding and nothing else.
+
+
+def join_trainers() -> int:
+    """Join the processes that torchrun started, if it did; returns this one's rank."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # The others wait as long as a rollout takes. Orders and data go over gloo, gradients on GPUs over nccl.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(days=1))
+    return dist.get_rank()
+
+
+def deal(data: Sequence[TrainingDatum], hands: int) -> list[list[int]]:
+    """Indices of the data by process: the longest first, each to whoever has the fewest tokens."""
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    held = [0] * hands
+    for index in sorted(range(len(data)), key=lambda index: -len(data[index].tokens_T)):
+        hand = held.index(min(held))
+        dealt[hand].append(index)
+        held[hand] += len(data[index].tokens_T)
+    return dealt
+
+
+def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[float, float]) -> list[torch.Tensor]:
+    """`policy.accumulate` over all data, by all processes; the summed gradient ends up in each.
+
+    Process 0 calls it with the data and gets the results in their order; `follow` is the other end. An error in any
+    process is raised in all.
+    """
+    if not dist.is_initialized():
+        return [policy.accumulate(datum, *clip) for datum in data]
+    hands = deal(data, dist.get_world_size())
+    _order("accumulate")
+    return _accumulate_share(policy, [[(index, data[index], clip) for index in hand] for hand in hands])
+
+
+def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
+    mine: list = [None]
+    dist.scatter_object_list(mine, shares or None, src=0)
+    results, failure = {}, None
+    try:
+        for index, datum, clip in mine[0]:
+            results[index] = policy.accumulate(datum, *clip)
+    except Exception as error:  # the others must hear of it, or they wait for this one's gradient
+        failure = error
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (results, failure))
+    for _, other in everyone:
+        if other is not None:
+            raise other
+    for parameter in policy.parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+    joined = {index: tokens for results, _ in everyone for index, tokens in results.items()}
+    return [joined[index] for index in sorted(joined)]
+
+
+def step_all(policy: Policy, grad_clip_norm: float) -> float:
+    """`policy.step` in every process."""
+    _order("step", grad_clip_norm)
+    return policy.step(grad_clip_norm)
+
+
+def same_everywhere(policy: Policy) -> None:
+    """Give every process the weights and the Adam state of process 0."""
+    if not dist.is_initialized():
+        return
+    _order("copy", bool(policy.optimizer.state))
+    _copy_from_first(policy, bool(policy.optimizer.state))
+
+
+def _copy_from_first(policy: Policy, stepped: bool) -> None:
+    for parameter in policy.parameters:
+        dist.broadcast(parameter.data, 0)
+        if stepped:
+            state = policy.optimizer.state[parameter]
+            state.setdefault("step", torch.zeros(()))
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(parameter))
+            for value in state.values():
+                dist.broadcast(value, 0)
+
+
+def _order(*what: Any) -> None:
+    """Tell the processes that follow what comes next."""
+    if dist.is_initialized():
+        dist.broadcast_object_list([what], 0)
+
+
+def follow(policy: Policy) -> None:
+    """What every process but the first does: as it is told, until it is told to end."""
+    while True:
+        order: list = [None]
+        dist.broadcast_object_list(order, 0)
+        what, *how = order[0]
+        if what == "end":
+            return
+        if what == "accumulate":
+            with contextlib.suppress(FloatingPointError):  # process 0 raises it too, and decides
+                _accumulate_share(policy, [])
+        elif what == "step":
+            policy.step(*how)
+        else:
+            _copy_from_first(policy, *how)
+
+
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
@@ -518,6 +634,7 @@ class TrainSettings:
     grad_clip_norm: float = flag(1.0, "largest norm of an update's gradient")
     ppo_clip_low: float = flag(0.8, "lower clip threshold of the ratio")
     ppo_clip_high: float = flag(1.2, "upper clip threshold of the ratio")
+    max_staleness: int = flag(0, "1 samples the next batch, with the weights at hand, while the trainer works; 0 is on-policy")
     head_chunk: int = flag(256, "assistant tokens whose logits exist at the same time", fixed=False)
     weight_sync: str = flag("auto", "adapter (hot-loaded LoRA), merged (summed weights, reloaded) or auto: merged in float32")
     max_mismatch_kl: float = flag(0.03, "stop if KL(rollout || trainer), estimator k3, of a batch exceeds this", fixed=False)
@@ -539,6 +656,7 @@ class TrainSettings:
         require(self.group_size <= MAX_GROUP_SIZE, "group_size", self.group_size, f"at most {MAX_GROUP_SIZE}")
         for name in ("max_train_games", "save_every", "keep_checkpoints", "weight_decay", "lora_rank"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        require(self.max_staleness in (0, 1), "max_staleness", self.max_staleness, "0 or 1")
         for name in ("learning_rate", "grad_clip_norm", "max_mismatch_kl"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
         for name in ("beta1", "beta2"):
@@ -1045,16 +1163,13 @@ def train_on(
     one trajectory is then measured all the same. Raises MismatchTooLarge, with no step taken, if trainer and engine
     disagree.
     """
-    tokens_A: list[torch.Tensor] = []
     probe = None
     played = [pair for pair in zip(sum(groups, []), sum(advantages, []), strict=True) if pair[0].turns]
     clip = settings.ppo_clip_low, settings.ppo_clip_high
-    for trajectory, advantage in played:
-        if advantage:
-            tokens_A.append(policy.accumulate(datum_of(trajectory, advantage), *clip))
-            probe = probe or trajectory.tokens[:PROBE_TOKENS]
-    if probe is not None:
-        metrics = update_metrics(*torch.cat(tokens_A, dim=1), *clip)
+    data = [datum_of(trajectory, advantage) for trajectory, advantage in played if advantage]
+    if data:
+        metrics = update_metrics(*torch.cat(accumulate_all(policy, data, clip), dim=1), *clip)
+        probe = data[0].tokens_T[:PROBE_TOKENS].tolist()
     elif played:
         datum = datum_of(played[0][0], 0.0)
         with torch.no_grad():
@@ -1064,7 +1179,7 @@ def train_on(
         return {}, None
     check_mismatch(metrics, settings.max_mismatch_kl)
     if probe is not None:
-        metrics["train/grad_norm"] = policy.step(settings.grad_clip_norm)
+        metrics["train/grad_norm"] = step_all(policy, settings.grad_clip_norm)
     return metrics, probe
 
 
@@ -1097,6 +1212,10 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
     Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
     finished, and what was learned is saved.
     """
+    rank = join_trainers()
+    if rank:
+        await asyncio.to_thread(lambda: follow(make_policy(settings, play)))
+        return
     if settings.resume:
         run_dir, checkpoint = find_run(settings.resume, settings.runs_dir, settings.run_name)
     else:
@@ -1132,23 +1251,14 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
         print("Starting the engine, which takes about a minute", flush=True)
         sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0)
         stack.callback(sampler.close)
-        policy = await uninterrupted(asyncio.to_thread(
-            Policy,
-            play.base_model,
-            lora_rank=settings.lora_rank,
-            learning_rate=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
-            temperature=play.temperature,
-            seed=play.seed,
-            head_chunk=settings.head_chunk,
-            dtype=getattr(torch, dtype),
-        ))  # fmt: skip
+        policy = await uninterrupted(asyncio.to_thread(make_policy, settings, play))
+        stack.callback(_order, "end")
         sync = WeightSync(policy, sampler, way, dtype, run_dir / "sampler-weights")
         stack.callback(sync.close)
         probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
         if checkpoint:
             load_checkpoint(policy, checkpoint)
+            same_everywhere(policy)
             print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
         if progress.weights_version:
             await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
@@ -1164,23 +1274,46 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
             folder = save_checkpoint(run_dir, policy, progress, settings.keep_checkpoints)
             tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
 
-        async def learn(update: int, groups: list[list[Trajectory]], metrics: dict[str, float]) -> None:
+        async def roll(update: int) -> tuple[list[list[Trajectory]], dict[str, float]]:
+            """An update's trajectories, and what sampling them took."""
+            started, counted, faults = time.monotonic(), sampler.counts, pool.faults
+            if update + 1 < settings.max_steps:
+                pool.prefetch(game.path for game in batch(update + 1))
+            with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
+                groups = await gather_or_cancel(
+                    play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
+                    for game in batch(update)
+                )
+            counts = sampler.counts.since(counted)
+            return groups, {
+                "rollout/env_faults": pool.faults - faults,
+                "rollout/preempted": counts.preempted,
+                "tokens/prompt_read": counts.prompt,
+                "tokens/prompt_computed": counts.computed,
+                "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
+                "tokens/sampled": counts.sampled,
+                "time/rollout": time.monotonic() - started,
+            }
+
+        async def learn(update: int, groups: list[list[Trajectory]], metrics: dict[str, float], ahead: asyncio.Task | None) -> None:
             """Everything after a rollout, up to where the run could be resumed."""
-            nonlocal progress
+            nonlocal progress, ended
             version, played = progress.weights_version, time.monotonic()
             write_records(run_dir / "rollouts" / f"update-{update + 1:04d}.jsonl", sum(groups, []))
             advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
             trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
+            metrics |= rollout_metrics(groups, advantages) | trained | {"time/train": time.monotonic() - played}
+            metrics["tokens/trained"] = trained.get("train/tokens", 0)
+            if ahead:
+                await asyncio.wait([ahead])  # its trajectories keep the weights they began with
             stepped = time.monotonic()
             try:
                 if probe is not None:
                     version = update + 1
                     await sync.push(version, probe)
             finally:  # the step is taken, whatever becomes of the engine
-                seconds = {"time/train": stepped - played, "time/sync": time.monotonic() - stepped}
-                metrics |= rollout_metrics(groups, advantages) | trained | seconds
-                metrics["tokens/trained"] = trained.get("train/tokens", 0)
-                metrics["time/update"] = metrics["time/rollout"] + sum(seconds.values())
+                metrics |= {"time/sync": time.monotonic() - stepped, "time/update": time.monotonic() - ended}
+                ended = time.monotonic()
                 log.log(metrics, update + 1)
                 progress = replace(progress, update=update + 1, weights_version=version, metrics_bytes=log.bytes_written,
                                    settings=everything, versions=package_versions())  # fmt: skip
@@ -1188,34 +1321,38 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
             if update + 1 == settings.max_steps or settings.save_every and (update + 1) % settings.save_every == 0:
                 await asyncio.to_thread(save)
 
+        ahead: asyncio.Task | None = None
+        ended = time.monotonic()
         try:
             for update in trange(progress.update, settings.max_steps, desc="updates", unit="update"):
-                started = time.monotonic()
-                counted, faults = sampler.counts, pool.faults
-                if update + 1 < settings.max_steps:
-                    pool.prefetch(game.path for game in batch(update + 1))
-                with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
-                    groups = await gather_or_cancel(
-                        play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
-                        for game in batch(update)
-                    )
-                counts = sampler.counts.since(counted)
-                metrics = {
-                    "rollout/env_faults": pool.faults - faults,
-                    "rollout/preempted": counts.preempted,
-                    "tokens/prompt_read": counts.prompt,
-                    "tokens/prompt_computed": counts.computed,
-                    "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
-                    "tokens/sampled": counts.sampled,
-                    "time/rollout": time.monotonic() - started,
-                }
-                await uninterrupted(learn(update, groups, metrics))
+                groups, metrics = await (ahead or roll(update))
+                ahead = None
+                if settings.max_staleness and update + 1 < settings.max_steps:
+                    ahead = asyncio.ensure_future(roll(update + 1))
+                await uninterrupted(learn(update, groups, metrics, ahead), ahead)
         except BaseException:
+            if ahead:
+                ahead.cancel()
+                await asyncio.wait([ahead])
             latest = run_dir / "checkpoints" / f"update-{progress.update:04d}"
             if progress.update and not latest.exists() and policy.whole:
                 save()
             print(f"To go on: uv run python train.py --resume {run_dir}", flush=True)
             raise
+
+
+def make_policy(settings: TrainSettings, play: RolloutSettings) -> Policy:
+    return Policy(
+        play.base_model,
+        lora_rank=settings.lora_rank,
+        learning_rate=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        temperature=play.temperature,
+        seed=play.seed,
+        head_chunk=settings.head_chunk,
+        dtype=getattr(torch, engine_dtype(play)),
+    )
 
 
 def make_run_dir(run_dir: Path, settings: dict) -> None:

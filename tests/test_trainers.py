@@ -1,0 +1,150 @@
+"""Several trainer processes against one: the same loss, gradient and weights within fp32 rounding, and the same errors."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, STARTER
+
+from train import deal, make_datum
+
+SCRIPT = """
+import json, sys, torch, train
+from pathlib import Path
+base, out = sys.argv[1:]
+data = torch.load(out + "/data.pt", weights_only=False)
+rank = train.join_trainers()
+policy = train.Policy(base, lora_rank=4, learning_rate=1e-2, device="cpu", seed=3 + rank)  # 3 is process 0's
+if rank:
+    train.follow(policy)
+else:
+    train.same_everywhere(policy)
+    try:
+        metrics = []
+        for number in (5, 5, 1):  # in the last update one process has nothing to do
+            tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
+            metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
+            metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
+            metrics[-1]["norm"] = train.step_all(policy, 1.0)
+        print(json.dumps(metrics))
+    except FloatingPointError as error:
+        print("failed:", error)
+    train._order("end")
+torch.save([p.detach() for p in policy.parameters], out + f"/weights-{rank}.pt")
+torch.save([v for s in policy.optimizer.state.values() for v in s.values()], out + f"/adam-{rank}.pt")
+"""
+
+
+def random_data(lengths, broken=False):
+    data = []
+    for number, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 50, (length,), generator=generator).tolist()
+        logprobs = [[-4.0] * (length - 10)]
+        if broken and number == 1:
+            logprobs = [[-4000.0] * (length - 10)]
+        data.append(make_datum(tokens, [(9, length - 1)], logprobs, 0.3 * (number - 1.5), f"trajectory {number}"))
+    return data
+
+
+def run(tmp_path, processes, base, broken=False):
+    out = tmp_path / f"{processes}-{broken}"
+    out.mkdir()
+    torch.save(random_data([40, 25, 70, 31, 55], broken), out / "data.pt")
+    (out / "script.py").write_text(SCRIPT)
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    result = subprocess.run(
+        [sys.executable, *start, out / "script.py", base, out], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return out, result.stdout
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_data_are_dealt_evenly_and_each_once():
+    data = random_data([40, 25, 70, 31, 55])
+    hands = deal(data, 2)
+    assert sorted(hands[0] + hands[1]) == [0, 1, 2, 3, 4]
+    assert [sum(len(data[index].tokens_T) for index in hand) for hand in hands] == [68 + 29, 53 + 38 + 23]
+    assert deal(data[:1], 3) == [[0], [], []]
+
+
+def test_two_processes_are_one_within_rounding(base, tmp_path):
+    (alone, text), (shared, shared_text) = run(tmp_path, 1, base), run(tmp_path, 2, base)
+    for one, two in zip(json.loads(text), json.loads(shared_text), strict=True):
+        assert one["train/tokens"] == two["train/tokens"]
+        for name in one:
+            torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), rtol=1e-4, atol=1e-6)
+    expected = torch.load(alone / "weights-0.pt")
+    for rank in (0, 1):
+        # Adam's quotient magnifies rounding where a gradient is about 0; the bound is a hundredth of one step.
+        torch.testing.assert_close(torch.load(shared / f"weights-{rank}.pt"), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.load(shared / f"adam-{rank}.pt"), torch.load(alone / "adam-0.pt"), atol=1e-6, rtol=1e-3)
+    for part in ("weights", "adam"):
+        for ours, theirs in zip(*(torch.load(shared / f"{part}-{rank}.pt") for rank in (0, 1)), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_an_error_in_one_process_is_raised_in_all_and_nobody_hangs(base, tmp_path):
+    _, text = run(tmp_path, 2, base, broken=True)
+    assert text.startswith("failed: trajectory 1: loss is ")
+    assert torch.load(tmp_path / "2-True" / "adam-1.pt") == []
+
+
+@pytest.mark.slow
+def test_the_whole_command_under_torchrun_is_that_of_one_process(warm_model, tmp_path):
+    lines = {}
+    for processes in (1, 2):
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        result = subprocess.run(
+            [sys.executable, *start, ROOT / "train.py", "--base-model", warm_model, "--data-root", STARTER, "--max-steps", "2",
+             "--games-per-batch", "2", "--group-size", "4", "--max-episode-steps", "6", "--max-trajectory-tokens", "6000",
+             "--max-assistant-tokens", "24", "--learning-rate", "1e-3", "--lora-rank", "8", "--run-name", f"n{processes}",
+             "--swanlab-mode", "disabled", "--engine-cache-gb", "0.5"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+        lines[processes] = [json.loads(line) for line in (tmp_path / f"runs/n{processes}/metrics.jsonl").read_text().splitlines()]
+    for one, two in zip(lines[1], lines[2], strict=True):
+        for name in one:
+            if not name.startswith("time/"):
+                assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_the_next_batch_is_sampled_while_the_trainer_works_with_the_weights_at_hand(warm_model, tmp_path):
+    result = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--base-model", warm_model, "--data-root", STARTER, "--max-steps", "4",
+         "--games-per-batch", "2", "--group-size", "4", "--max-episode-steps", "6", "--max-trajectory-tokens", "6000",
+         "--max-assistant-tokens", "24", "--learning-rate", "1e-3", "--lora-rank", "8", "--run-name", "ahead",
+         "--swanlab-mode", "disabled", "--engine-cache-gb", "0.5", "--max-staleness", "1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    versions = []
+    for update in (1, 2, 3, 4):
+        lines = (tmp_path / f"runs/ahead/rollouts/update-{update:04d}.jsonl").read_text().splitlines()
+        [version] = {json.loads(line)["policy_version"] for line in lines}
+        versions.append(version)
+    assert versions == ["base", "base", "update-1", "update-2"]
+    metrics = [json.loads(line) for line in (tmp_path / "runs/ahead/metrics.jsonl").read_text().splitlines()]
+    # the first batch has the weights it is trained with; after that the ratio shows the one step between
+    assert metrics[0]["mismatch/mean"] < 1e-4 < metrics[1]["mismatch/mean"] < 0.3
+    assert metrics[2]["train/ratio_mean"] == pytest.approx(1, abs=0.05)
