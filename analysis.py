@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
-from statistics import NormalDist
 
 import matplotlib
 import numpy as np
@@ -27,7 +26,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data import SPLITS, TASK_TYPES
+from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file
+from rollout import wilson_interval
 
 EVAL_COMMAND = "uv run python eval.py --split all   (for a checkpoint add --model-path PATH)"
 # How the work was spread, and which games were asked for: the games themselves are compared one by one.
@@ -128,25 +128,6 @@ class Evaluation:
 # --- statistics ---------------------------------------------------------------------------------------------
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Score interval of a proportion: (low, high) in [0, 1]. ValueError unless 0 <= successes <= trials >= 1.
-
-    All p with |s/n - p| <= z sqrt(p (1 - p) / n), where z is the two-sided normal quantile of `confidence`:
-
-        (s + z^2/2) / (n + z^2)  -+  z / (n + z^2) * sqrt(s (n - s) / n + z^2/4)
-
-    Unlike mean -+ z standard errors it is sound near 0 and 1 and for small n.
-    Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927) 209-212.
-    """
-    if not 0 <= successes <= trials or trials < 1:
-        raise ValueError(f"{successes} successes of {trials} trials: no such proportion")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    centre = (successes + z * z / 2) / (trials + z * z)
-    half = z / (trials + z * z) * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
-    # At the ends one bound is the proportion itself; rounding must not push it past.
-    return (0.0 if successes == 0 else centre - half), (1.0 if successes == trials else centre + half)
-
-
 def mcnemar_exact(b: int, c: int) -> float:
     """Two-sided p of the exact McNemar test; b games were won only by the first, c only by the second evaluation.
 
@@ -198,17 +179,15 @@ def trailing_mean(values: Sequence[float], window: int) -> list[float]:
 def read_records(path: Path) -> Iterator[tuple[int, dict]]:
     """Line number and object of each line of a JSONL file; AnalysisError at the first that is not an object."""
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+        with open_file(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LARGEST_FILE), b""), 1):
                 if not line.strip():
                     continue
                 try:
-                    record = json.loads(line.decode("utf-8"))
-                except (ValueError, RecursionError):
-                    fault = "not JSON" if line.endswith(b"\n") else "cut off mid-line; evaluate again"
+                    record = json_object(line)
+                except ValueError as error:
+                    fault = str(error) if line.endswith(b"\n") else "cut off mid-line; evaluate again"
                     raise AnalysisError(f"{path}:{number}: {fault}") from None
-                if not isinstance(record, dict):
-                    raise AnalysisError(f"{path}:{number}: a JSON object expected, not a {type(record).__name__}")
                 yield number, record
     except OSError as error:
         raise AnalysisError(f"{path}: cannot be read: {error.strerror}") from None
@@ -216,6 +195,11 @@ def read_records(path: Path) -> Iterator[tuple[int, dict]]:
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12  # not NaN either
+
+
+def shown(value: object) -> str:
+    """A value of a file, as short as a message needs it."""
+    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else json.dumps(value)[:60]
 
 
 def is_count(value: object) -> bool:
@@ -249,7 +233,7 @@ def read_evaluation(path: Path) -> Evaluation:
             if name not in record:
                 raise AnalysisError(f"{where}: no {name}: not a trajectory as eval.py writes it")
             if not is_valid(record[name]):
-                raise AnalysisError(f"{where}: {name} is {json.dumps(record[name])[:60]}, not {expected}")
+                raise AnalysisError(f"{where}: {name} is {shown(record[name])}, not {expected}")
         outcome = Outcome(**{name: record[name] for name in OUTCOME_CHECKS})
         earlier = first_line.setdefault((outcome.split, outcome.game_id), number)
         if earlier != number:
@@ -261,9 +245,12 @@ def read_evaluation(path: Path) -> Evaluation:
         raise AnalysisError(f"{where}: ends without a summary after {len(outcomes)} trajectories: incomplete")
     update, base_model, settings = (summary.get(name) for name in ("update", "base_model", "settings"))
     if not is_count(update):
-        raise AnalysisError(f"{where}: the summary's update is {json.dumps(update)[:60]}, not a count")
-    if not isinstance(base_model, str) or not isinstance(settings, dict):
+        raise AnalysisError(f"{where}: the summary's update is {shown(update)}, not a count")
+    if not (isinstance(base_model, str) and base_model.isprintable()) or not isinstance(settings, dict):
         raise AnalysisError(f"{where}: the summary lacks base_model or settings: nothing to compare it by")
+    for name, value in settings.items():
+        if not name[:60].isprintable() or isinstance(value, list | dict):
+            raise AnalysisError(f"{where}: the summary's setting {shown(name)} is {shown(value)}: not as eval.py writes it")
     evaluation = Evaluation(path, base_model, update, settings, tuple(outcomes))
     fault = contradiction(summarise(evaluation), summary.get("splits"))
     if fault:
@@ -293,17 +280,17 @@ def contradiction(found: object, claimed: object, name: str = "splits") -> str |
         return f"no {name}"
     if is_number(claimed) and abs(claimed - found) <= SUMMARY_TOLERANCE:
         return None
-    return f"{name} is {json.dumps(claimed)[:60]}, recomputed {found:.6g}"
+    return f"{name} is {shown(claimed)}, recomputed {found:.6g}"
 
 
 def difference(reference: Evaluation, other: Evaluation) -> str | None:
     """Why `other` cannot be compared with `reference`; None if it can."""
     if other.base_model != reference.base_model:
-        return f"base model {other.base_model} (in {reference.path}: {reference.base_model})"
+        return f"base model {other.base_model[-80:]} (in {reference.path}: {reference.base_model[-80:]})"
     for name in sorted({*reference.settings, *other.settings} - SETTINGS_WITHOUT_EFFECT):
         expected, value = reference.settings.get(name), other.settings.get(name)
         if value != expected:
-            return f"{name} {json.dumps(value)[:60]} (in {reference.path}: {json.dumps(expected)[:60]})"
+            return f"{name[:60]} {shown(value)} (in {reference.path}: {shown(expected)})"
     lacking, added = len(reference.games - other.games), len(other.games - reference.games)
     if lacking or added:
         return f"other games: lacks {lacking} of {len(reference.games)} in {reference.path}, has {added} others"
@@ -348,8 +335,9 @@ def read_metrics(path: Path) -> tuple[list[int], dict[str, list[float]]]:
         if not is_count(record.get("update")):
             raise AnalysisError(f"{path}:{number}: no update: not a metrics.jsonl as train.py writes it")
         for name in names:
-            if not isinstance(record.get(name, math.nan), int | float | None):
-                raise AnalysisError(f"{path}:{number}: {name} is {json.dumps(record[name])[:60]}, not a number")
+            value = record.get(name)
+            if not (value is None or is_number(value) or isinstance(value, float) and math.isnan(value)):
+                raise AnalysisError(f"{path}:{number}: {name} is {shown(record[name])}, not a number")
         rows[record["update"]] = {name: math.nan if record.get(name) is None else record[name] for name in names}
     if not rows:
         raise AnalysisError(f"{path}:1: no update in the file")
@@ -453,7 +441,7 @@ def draw_checkpoints(evaluations: Sequence[Evaluation]) -> Figure:
     for axes in (by_split, invalid):
         axes.set_xlabel("update")
     test = f" p: exact McNemar test against {base.label}, same games." if len(updates) > 1 else ""
-    caption(figure, f"{base.base_model}. Bars: Wilson 95 % intervals.{test}")
+    caption(figure, f"{base.base_model[-80:]}. Bars: Wilson 95 % intervals.{test}")
     return figure
 
 
@@ -474,7 +462,7 @@ def draw_task_types(evaluations: Sequence[Evaluation]) -> Figure:
     axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=6)
-    caption(figure, f"{base.base_model}. Bars: Wilson 95 % intervals.")
+    caption(figure, f"{base.base_model[-80:]}. Bars: Wilson 95 % intervals.")
     return figure
 
 
@@ -543,7 +531,9 @@ def analyse(settings: AnalysisSettings) -> None:
         try:
             settings.output.mkdir(parents=True, exist_ok=True)
             for name, figure in figures.items():
-                figure.savefig(settings.output / name, dpi=settings.dpi)
+                partial = settings.output / f".{name}.partial"
+                figure.savefig(partial, dpi=settings.dpi, format="png")
+                partial.replace(settings.output / name)
                 print(f"Saved figure: {settings.output / name}")
         except OSError as error:
             raise AnalysisError(f"--output {settings.output}: cannot write: {error.strerror}") from None

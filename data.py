@@ -15,15 +15,18 @@ folder; see `_facts_of_trials` for when that file is believed.
 """
 
 import argparse
+import errno
 import json
 import os
 import random
 import secrets
+import stat
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 TASK_TYPES = (
     "pick_and_place_simple",
@@ -43,6 +46,8 @@ TASK_FILE = "traj_data.json"
 INDEX_FILE = ".games_index.json"
 INDEX_VERSION = 1  # raise it whenever `_read_facts` or the layout of the index changes
 
+LARGEST_FILE = 16 * 2**20  # bytes; the largest file of an official game has 137 KB, the index of them all 498 KB
+
 DOWNLOAD = "`ALFWORLD_DATA=datasets/alfworld uv run alfworld-download`"
 
 
@@ -60,6 +65,34 @@ class Game:
     task_type: str  # one of TASK_TYPES
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a regular file to read. OSError for all else: a pipe or a device would be waited for without end."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
+def read_file(path: str | Path) -> bytes:
+    """The bytes of a regular file of a sensible size; OSError otherwise."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"it has more than {LARGEST_FILE:,} bytes", str(path))
+        return file.read()
+
+
+def json_object(content: bytes) -> dict:
+    """The JSON object that `content` is; ValueError, in one line, for all else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
 def find_games(data_root: str | Path, split: str) -> list[Game]:
     """Every playable game of `split`, sorted by `game_id`.
 
@@ -73,7 +106,7 @@ def find_games(data_root: str | Path, split: str) -> list[Game]:
         facts = _facts_of_trials(split_folder)
     except OSError as error:
         where = error.filename or split_folder
-        raise DataError(f"cannot read {where}: {error.strerror}; make it readable for this user") from error
+        raise DataError(f"cannot read {where}: {error.strerror}; make it a file that this user can read") from error
     games = [
         Game(split_folder / game_id / GAME_FILE, game_id, split, task_type)
         for game_id, (task_type, solvable) in facts.items()
@@ -193,12 +226,9 @@ def _read_facts(trial: str) -> tuple[str, bool]:
 def _read_json(path: str) -> dict:
     """The JSON object in a file of a game; DataError if there is none."""
     try:
-        content = json.loads(Path(path).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(_damaged(path, f"is no valid JSON ({error})")) from error
-    if not isinstance(content, dict):
-        raise DataError(_damaged(path, f"holds a JSON {type(content).__name__}, not an object"))
-    return content
+        return json_object(read_file(path))
+    except ValueError as error:
+        raise DataError(_damaged(path, str(error))) from error
 
 
 def _damaged(path: str, what: str) -> str:
@@ -211,12 +241,10 @@ def _damaged(path: str, what: str) -> str:
 def _read_index(path: Path) -> dict[str, list]:
     """game_id -> [game size, mtime_ns, task file size, mtime_ns, task type, solvable]; {} if the file is unusable."""
     try:
-        content = json.loads(path.read_bytes()) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
+        content = json_object(read_file(path))
+    except (OSError, ValueError):
         return {}
-    if not isinstance(content, dict) or content.get("version") != INDEX_VERSION:
-        return {}
-    entries = content.get("games")
+    entries = content.get("games") if content.get("version") == INDEX_VERSION else None
     kinds = [int, int, int, int, str, bool]
     if not isinstance(entries, dict) or not all(
         isinstance(entry, list) and [type(value) for value in entry] == kinds for entry in entries.values()

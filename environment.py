@@ -5,7 +5,7 @@ What it owns: reading and compiling `game.tw-pddl`, the state of every branch, a
 A game is compiled once, from PDDL and text grammar to plain tables: ground operators, the goal, the facts that texts
 ask about, and the texts as small trees. fast_downward's translator grounds the PDDL, textworld parses the grammar,
 alfworld names the objects; only what runs at every step is written here. Nothing of a game file is ever evaluated as
-code. A branch is one integer, the bit set of its facts, so a clone costs nothing.
+code, so a game from anyone needs no trust. A branch is one integer, the bit set of its facts, so a clone costs nothing.
 
 The invariant: texts, the order of everything in them, admissible commands, score, won and done are byte for byte those
 of stock alfworld/TextWorld, whatever process, order or worker a branch runs in. Stock iterates over sorted facts, so
@@ -32,6 +32,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import signal
 import socket
 import struct
@@ -46,8 +47,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from data import json_object, read_file
+
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
 CACHE_FORMAT = 1  # part of the cache key: raise it whenever the tables or the way they are made change
+LARGEST_WORLD = 64 * 2**20  # bytes of JSON; official games have up to 0.6 MB
+MOST_MEMORY = 4 * 2**30  # bytes for a worker's data; official games need 0.2 GB while they are compiled
 PACKAGES = ("alfworld", "textworld", "fast-downward-textworld")  # their versions are part of the cache key
 TASK_PREFIX = "Your task is to: "
 GET_DATA = "get the games of ALFWorld's data release 2.1.3 (json_2.1.3_tw-pddl.zip; `alfworld-download -f`)"
@@ -104,17 +109,18 @@ class _NotUnderstood(Exception):
 def _read_game(game_file: Path) -> tuple[dict[str, str], str]:
     """The game's texts and the cache key: a hash of the file's bytes, the libraries' versions and our format."""
     try:
-        content = game_file.read_bytes()
+        content = read_file(game_file)
     except OSError as error:
         raise GameError(f"{game_file}: cannot be read ({error.strerror}); {GET_DATA}") from None
     try:
-        game = json.loads(content)
-        texts = {key: game[key] for key in ("pddl_domain", "grammar", "pddl_problem")}
-        if not all(isinstance(text, str) for text in texts.values()):
-            raise ValueError("its domain, grammar or problem is no text")
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"no {error} in it" if isinstance(error, KeyError) else str(error)
-        raise GameError(f"{game_file}: broken or cut short ({reason}); {GET_DATA}") from None
+        game = json_object(content)
+        texts = {key: game.get(key) for key in ("pddl_domain", "grammar", "pddl_problem")}
+        for key, text in texts.items():
+            if not isinstance(text, str):
+                raise ValueError(f"has no text under {key!r}")
+            text.encode()  # half a character, which no tokenizer takes, is a ValueError
+    except ValueError as error:
+        raise GameError(f"{game_file}: broken or cut short ({error}); {GET_DATA}") from None
     if re.search(r'template\s*::\s*"put [^"]*in/on', texts["grammar"]):
         raise GameError(f'{game_file}: an older data release ("put X in/on Y" for "move X to Y"); {GET_DATA}')
     return texts, hashlib.sha256(content + _versions()).hexdigest()
@@ -133,7 +139,7 @@ def _cached_game(game_file: Path) -> bytes | None:
 def _read_cache(game_file: Path, key: str) -> bytes | None:
     """What the cache holds, or None if it is not there, damaged, or made from other content or by other versions."""
     try:
-        head, _, payload = (game_file.parent / CACHE_NAME).read_bytes().partition(b"\n")
+        head, _, payload = read_file(game_file.parent / CACHE_NAME).partition(b"\n")
     except OSError:
         return None
     return payload if head == _cache_head(key, payload) else None
@@ -164,8 +170,10 @@ def compile_game(game_file: Path) -> bytes:
     cached = _read_cache(game_file, key)
     if cached is not None:
         return cached
-    payload = zlib.compress(json.dumps(_understand(game_file, texts, ground=True), separators=(",", ":")).encode(), 1)
-    World(payload).start()  # a text that cannot be said shows here, not in an episode
+    with _understanding(game_file):
+        game = _understand(texts, ground=True)
+        payload = zlib.compress(json.dumps(game, separators=(",", ":")).encode(), 1)
+        World(payload).start()  # a text that cannot be said shows here, not in an episode
     _write_cache(game_file, key, payload)
     return payload
 
@@ -174,26 +182,38 @@ def check_game(game_file: Path) -> None:
     """Raise GameError if the game cannot be compiled, as far as can be told without grounding it (milliseconds)."""
     texts, key = _read_game(game_file)
     if _read_cache(game_file, key) is None:
-        _understand(game_file, texts, ground=False)
+        with _understanding(game_file):
+            _understand(texts, ground=False)
 
 
-def _understand(game_file: Path, texts: dict[str, str], ground: bool) -> dict | None:
+@contextlib.contextmanager
+def _understanding(game_file: Path) -> Iterator[None]:
+    """Turn whatever a game's texts do to the work in here into a GameError of one line."""
     collecting = gc.isenabled()
     gc.disable()  # grounding makes many small objects and no garbage: the collector would take half of the time
     try:
-        template, task = _split_task(texts["grammar"])
-        with contextlib.redirect_stdout(io.StringIO()):  # the translator prints its progress
-            language = _language(template)
-            problem = _parse_problem(texts["pddl_domain"], texts["pddl_problem"])
-            said = _action_texts(problem, language)
-            return {**_ground(problem, said, language), "task": task, "rules": language.rules} if ground else None
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):  # the translator talks
+            yield
     except _NotUnderstood as error:
-        raise GameError(f"{game_file}: not understood: {error}; {GET_DATA}") from None
+        raise GameError(f"{game_file}: not understood: {_one_line(error)}; {GET_DATA}") from None
     except (Exception, SystemExit) as error:  # the libraries' parsers answer bad text with whatever they trip over
-        raise GameError(f"{game_file}: cannot be compiled ({type(error).__name__}: {error}); {GET_DATA}") from error
+        reason = f"{type(error).__name__}: {_one_line(error)}"
+        raise GameError(f"{game_file}: cannot be compiled ({reason}); {GET_DATA}") from error
     finally:
         if collecting:
             gc.enable()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _understand(texts: dict[str, str], ground: bool) -> dict | None:
+    template, task = _split_task(texts["grammar"])
+    language = _language(template)
+    problem = _parse_problem(texts["pddl_domain"], texts["pddl_problem"])
+    said = _action_texts(problem, language)
+    return {**_ground(problem, said, language), "task": task, "rules": language.rules} if ground else None
 
 
 # ---------------------------------------------------------------------------------------------------- language
@@ -279,6 +299,8 @@ def _language(grammar: str) -> _Language:
         if name in broken:
             raise _NotUnderstood(broken[name])
         if name in rules:
+            if not rules[name]:  # still being read
+                raise _NotUnderstood(f"the rule {name!r} uses itself")
             return
         rules[name] = []
         try:
@@ -306,14 +328,18 @@ def _language(grammar: str) -> _Language:
 
 
 def _action_texts(task, language: _Language) -> dict[str, tuple[list, list]]:
-    """The texts of the domain's actions, once each is known to have some."""
+    """The texts of the domain's actions, once each is known to have some that can always be said."""
     for action in task.actions:
         texts = language.actions.get(action.name, f"the grammar has no action {action.name!r}")
         if isinstance(texts, str):
             raise _NotUnderstood(texts)
-        for parameter in action.parameters[: action.num_external_parameters]:
+        parameters = action.parameters[: action.num_external_parameters]
+        for parameter in parameters:
             if language.types.get(parameter.name[1:], parameter.type_name) != parameter.type_name:
                 raise _NotUnderstood(f"{parameter.name} has another type in the texts of {action.name!r}")
+        unknown = _unbound(texts[1], frozenset(parameter.name[1:] for parameter in parameters), language.rules, set())
+        if unknown:
+            raise _NotUnderstood(f"the feedback of {action.name!r} names {sorted(unknown)}, which nothing stands for")
     return {action.name: language.actions[action.name] for action in task.actions}
 
 
@@ -596,6 +622,23 @@ def _variables(nodes: list, rules: dict, seen: set[str]) -> set[str]:
     return found
 
 
+def _unbound(nodes: list, bound: frozenset, rules: dict, seen: set) -> set[str]:
+    """The variables that a text shows without having an entity for them, if `bound` have one."""
+    found: set[str] = set()
+    for kind, *node in nodes:
+        if kind == "attr":
+            found |= {node[0]} - bound
+        elif kind == "either":
+            found |= _unbound(node, bound, rules, seen)
+        elif kind in ("each", "list"):
+            found |= _unbound(node[0], bound.union(*(step[1] for step in node[1])), rules, seen)
+        elif kind == "rule" and (node[0], bound) not in seen:
+            seen.add((node[0], bound))
+            for _, inner in rules[node[0]]:
+                found |= _unbound(inner, bound, rules, seen)
+    return found
+
+
 def _fact_tables(task, language: _Language, initial: set, bits: dict, entity_numbers: dict) -> list:
     """For every (predicate, types) that texts ask for: its possible facts in stock's order, [arguments, bit or -1].
 
@@ -653,7 +696,10 @@ class World:
     """A compiled game. It holds no state: a branch is an integer with a bit for every fact, and the last reply."""
 
     def __init__(self, compiled: bytes) -> None:
-        game = json.loads(zlib.decompress(compiled))
+        inflated = zlib.decompressobj()
+        game = json.loads(inflated.decompress(compiled, LARGEST_WORLD))
+        if not inflated.eof:
+            raise ValueError(f"a compiled game of more than {LARGEST_WORLD:,} bytes")
         self.task: str = game["task"][len(TASK_PREFIX) :]
         self._entities = game["entities"]
         self._commands = game["commands"]
@@ -835,8 +881,12 @@ class _Server:
 
     def open(self, group: int, compiled: bytes, histories: dict[int, list[str]]) -> tuple[str, dict, Reply]:
         """Start a branch for every history and replay it. Returns the task, the branches' last replies, the first."""
-        world = self._worlds[group] = World(compiled)
-        start = world.start()
+        try:
+            world = World(compiled)
+            start = world.start()
+        except Exception as error:  # of our making it cannot be: compiling ends with the same two calls
+            raise GameError(f"{CACHE_NAME} beside it is damaged ({type(error).__name__}); remove it") from error
+        self._worlds[group] = world
         self._branches[group] = dict.fromkeys(histories, start)
         for branch, actions in histories.items():
             for action in actions:
@@ -864,9 +914,11 @@ def _sweep() -> None:
 def _serve(descriptor: int) -> None:
     """Answer requests until the other end closes, which it also does when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with contextlib.suppress(ValueError):  # there is a tighter limit already
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     gc.disable()  # worlds and branches make no cycles, and there are many objects to look through for none
     server = _Server()
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
+    with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as stream:
         while len(header := stream.read(_LENGTH.size)) == _LENGTH.size:
             replies = []
             for method, arguments in pickle.loads(stream.read(*_LENGTH.unpack(header))):
@@ -877,9 +929,8 @@ def _serve(descriptor: int) -> None:
                 except Exception:  # a defect: it would come back on every other worker, so it goes to the caller
                     replies.append(("defect", traceback.format_exc()))
             message = pickle.dumps(replies)
-            with contextlib.suppress(BrokenPipeError):
-                stream.write(_LENGTH.pack(len(message)) + message)
-                stream.flush()
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
 # ------------------------------------------------------------------------------------------------- the parent
@@ -909,7 +960,9 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, "--serve", str(theirs.fileno())]
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
 
     @property
     def load(self) -> int:
@@ -1101,20 +1154,20 @@ class WorldPool:
                 processes[place] = self._new_worker() if processes is self._workers else self._new_compiler()
         return min(processes, key=lambda process: process.load)
 
-    async def _ask_compiler(self, method: str, *arguments):
+    async def _ask_compiler(self, method: str, *arguments, name: str, tries: int = 3):
         losses = 0
         while True:
             try:
                 return await self._pick(self._compilers).ask(method, *arguments)
             except _WorkerLost as error:
                 losses += error.begun
-                if losses == 3:
-                    reason = f"three compilers were lost over it ({error}); leave it out"
-                    raise GameError(f"{arguments[0]}: {reason}") from None
+                if losses == tries:
+                    raise GameError(f"{name}: {tries} compilers were lost over it ({error}); leave it out") from None
 
     async def _compile(self, game_file: Path) -> bytes:
         cached = await asyncio.to_thread(_cached_game, game_file)
-        return cached if cached is not None else await self._ask_compiler("compile", str(game_file))
+        name = str(game_file)
+        return cached if cached is not None else await self._ask_compiler("compile", name, name=name)
 
     async def open_group(self, game_file: Path, size: int) -> Group:
         """`size` branches of one game, ready to play. Raises GameError if the game cannot be compiled."""
@@ -1123,7 +1176,10 @@ class WorldPool:
         ahead = self._ahead.pop(Path(game_file), None)
         compiled = await (ahead or self._compile(Path(game_file)))
         group = Group(self, next(self._numbers), compiled, size)
-        await group._place()
+        try:
+            await group._place()
+        except GameError as error:
+            raise GameError(f"{game_file}: {error}") from None
         return group
 
     def prefetch(self, game_files: Iterable[Path]) -> None:
@@ -1145,7 +1201,17 @@ class WorldPool:
         """For each game its error, or the size of its compiled game in bytes (0 if it is only checked)."""
         names = [str(game_file) for game_file in game_files]
         chunks = [names[start : start + 16] for start in range(0, len(names), 16)]
-        answers = await asyncio.gather(*(self._ask_compiler("survey", chunk, compiling) for chunk in chunks))
+
+        async def ask(chunk: list[str]) -> list[tuple[str, str | int]]:
+            alone = len(chunk) == 1
+            try:
+                return await self._ask_compiler("survey", chunk, compiling, name=chunk[0], tries=3 if alone else 1)
+            except GameError as error:
+                if alone:
+                    return [(chunk[0], str(error))]
+                return sum([await ask([name]) for name in chunk], [])  # to find the one that took the compiler down
+
+        answers = await asyncio.gather(*map(ask, chunks))
         return {Path(name): answer for part in answers for name, answer in part}
 
     def close(self) -> None:
@@ -1183,8 +1249,11 @@ def main() -> None:
     game_files = sorted(arguments.data_root.rglob("game.tw-pddl"))
     if not game_files:
         raise SystemExit(f"no game.tw-pddl below {arguments.data_root}; {GET_DATA}")
-    with WorldPool(EnvironmentSettings(compilers=arguments.compilers)) as pool:
-        asyncio.run(_compile_all(pool, game_files))
+    try:
+        with WorldPool(EnvironmentSettings(compilers=arguments.compilers)) as pool:
+            asyncio.run(_compile_all(pool, game_files))
+    except (ValueError, EnvironmentFault) as error:
+        raise SystemExit(f"environment.py: {error}") from None
 
 
 if __name__ == "__main__":

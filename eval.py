@@ -3,7 +3,9 @@
 Prompt, protocol, environment and rollout code are those of training. `--games-per-batch` games are in flight at any
 time and the next starts as one ends. A game's seeds depend on the game alone, so neither that number nor the order in
 which games end decides a result (in float32 on a CPU to the last bit; in bfloat16 the size of a batch moves last bits).
-A line is written as each game ends; at the end the file is put in game order and closed with its summary line.
+A line is written to OUTPUT.partial as each game ends; at the end the file is put in game order, closed with its summary
+line and moved to OUTPUT. After an interruption `--resume-output` plays what is missing: in float32 on a CPU the result is
+that of an unbroken evaluation to the last bit, but for the counts of what the engines did (`tokens`, `env_faults`).
 
 Run by: `uv run python eval.py --split all` and `uv run python eval.py --model-path runs/NAME/checkpoints/update-0080/sampler`
 """
@@ -11,16 +13,25 @@ Run by: `uv run python eval.py --split all` and `uv run python eval.py --model-p
 import argparse
 import asyncio
 import contextlib
+import errno
+import fcntl
+import hashlib
+import io
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import os
+import reprlib
+import stat
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from data import TASK_TYPES, Game, find_games, shuffle_games
+from data import TASK_TYPES, Game, find_games, json_object, open_file, read_file, shuffle_games
 from environment import EnvironmentSettings, WorldPool
 from protocol import ChatTokens, first_messages
 from rollout import (
@@ -29,6 +40,7 @@ from rollout import (
     RolloutSettings,
     Sampler,
     SettingsError,
+    TokenCounts,
     check_first_prompts,
     check_model,
     engine_dtype,
@@ -64,10 +76,11 @@ class EvalSettings:
     split: str = flag("all", "valid_seen, valid_unseen or all (both)")
     limit_per_split: int = flag(0, "play only the first N games of each shuffled split; 0 plays all")
     games_per_batch: int = flag(32, "games in flight at the same time")
-    model_path: str = flag("", "sampler weights that train.py saved (a PEFT adapter); the base model plays if empty")
+    model_path: str = flag("", "sampler weights that train.py saved; the base model plays if empty")
     weight_sync: str = flag("auto", "how the adapter reaches the engine: adapter, merged, or auto: merged in float32")
     output: str = flag("", "JSONL file to write; eval_results/<run name>.jsonl if empty")
-    overwrite_output: bool = flag(False, "replace an existing output file")
+    overwrite_output: bool = flag(False, "replace an existing output file, and an unfinished one")
+    resume_output: bool = flag(False, "go on with an evaluation that was cut off: its finished games are not played again")
     run_name: str = flag("", "name of the evaluation; base or <training run>-update-<n> if empty")
     swanlab_project: str = flag(TrainSettings.swanlab_project, "SwanLab project")
     swanlab_mode: str = flag("disabled", "online, local, offline or disabled")
@@ -118,112 +131,360 @@ def summarize(records: Iterable[dict]) -> dict:
     }
 
 
-def describe_model(settings: EvalSettings, base_model: str) -> dict:
-    """Name and origin of the weights; checks `--model-path` as far as that goes without loading them."""
-    if not settings.model_path:
-        return {"name": settings.run_name or "base", "base_model": base_model, "model_path": None, "update": 0}
-    folder = Path(settings.model_path)
-    check_adapter(folder, base_model)
-    try:
-        about = json.loads((folder / "training.json").read_text())
-        update, run = int(about["update"]), str(about["run"])
-    except (OSError, ValueError, KeyError, TypeError):
-        update, run = None, folder.name  # a PEFT adapter from elsewhere
-    name = settings.run_name or (run if update is None else f"{run}-update-{update:04d}")
-    return {"name": name, "base_model": base_model, "model_path": str(folder), "update": update}
+@dataclass(frozen=True)
+class Candidate:
+    """The weights that are evaluated, and how they are named in the result."""
+
+    name: str
+    base_model: str
+    model_path: str | None  # of an adapter, or of a whole model (rank 0); None for the base model
+    update: int | None  # None for an adapter that train.py did not save
+    rank: int = 0
+    sha256: str | None = None  # of what is at model_path
 
 
-def open_working_file(output: Path, overwrite: bool):
-    """The file that lines are written to while games end; it becomes `output` when all have."""
-    if output.exists() and not overwrite:
-        raise SettingsError(f"{output} exists: give --overwrite-output to replace it, or another --output")
+def describe_model(settings: EvalSettings, base_model: str) -> Candidate:
+    """The candidate that the flags name; checks `--model-path` as far as that goes without loading weights."""
+    if settings.model_path:
+        folder = Path(settings.model_path)
+        whole = (folder / "config.json").is_file()  # --lora-rank 0 saves a model, not an adapter
+        rank = 0 if whole else check_adapter(folder, base_model).r
+        update, name = saved_as(folder)
+        digest = sha256_of(folder / ("model.safetensors" if whole else "adapter_model.safetensors"))
+        found = Candidate(settings.run_name or name, base_model, str(folder), update, rank, digest)
+    else:
+        found = Candidate(settings.run_name or "base", base_model, None, 0)
+    # It becomes the name of a file and of a folder; it may come from a file that someone else wrote.
+    if not found.name.isprintable() or "/" in found.name or found.name in (".", ".."):
+        raise SettingsError(f"the evaluation's name is {found.name!r}; give one without / as --run-name")
+    return found
+
+
+def sha256_of(path: Path) -> str:
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        return output.with_name(output.name + ".partial").open("w", encoding="utf-8")
+        with open_file(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise SettingsError(f"cannot write {output}: {error.strerror}; choose another --output") from error
+        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
-    """The whole evaluation: check everything that can be checked, start the engine, play, summarize."""
-    check_swanlab(settings.swanlab_mode, settings.swanlab_project)
-    games: list[Game] = []
-    for split in settings.splits:
-        games += shuffle_games(find_games(settings.data_root, split), play.seed)[: settings.limit_per_split or None]
-    check_model(play)
-    model = describe_model(settings, play.base_model)
-    chat = load_chat_tokens(play.base_model)
-    dtype = engine_dtype(play)
-    output = Path(settings.output or f"eval_results/{model['name']}.jsonl")
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(WorldPool(worlds))
-        if len(await playable_games(pool, games)) < len(games):
-            raise SettingsError("an evaluation leaves no game out: mend or remove the games named above")
-        await check_first_prompts(chat, pool, games[:1], play)
-        working = stack.enter_context(open_working_file(output, settings.overwrite_output))
-        pool.prefetch(game.path for game in games)
-        print(f"Evaluating {model['name']}: {len(games)} games, {play.base_model}, {dtype}", flush=True)
-        print("Starting the engine, which takes about a minute", flush=True)
-        way = resolve_sync(settings.weight_sync, dtype)
-        rank = check_adapter(Path(settings.model_path), play.base_model).r if settings.model_path else 0
-        sampler = await Sampler.start(play, chat.stop_token_ids, rank if way == "adapter" else 0)
-        stack.callback(sampler.close)
-        if rank:
-            await load_weights(settings.model_path, model["update"] or 1, play, sampler, way, dtype, rank, chat)
-        counted = sampler.counts
-        records: list[dict] = []
-        waiting = iter(games)
-        with tqdm(total=len(games), desc="games", unit="game") as bar:
+def saved_as(folder: Path) -> tuple[int | None, str]:
+    """The update and the name of a saved adapter: those that train.py left beside it, or none and the folder's."""
+    path = folder / "training.json"
+    if not path.exists():
+        return None, folder.resolve().name  # a PEFT adapter from elsewhere
+    try:
+        about = json_object(read_file(path))
+        update, run = about.get("update"), about.get("run")
+        if type(update) is not int or not 0 <= update < 10**9 or type(run) is not str:
+            raise ValueError("names no update and run")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"{path} is damaged ({reason}): take another checkpoint, or remove this file") from error
+    return update, f"{run}-update-{update:04d}"
 
-            async def play_some() -> None:
-                for game in waiting:
-                    [trajectory] = await play_group(sampler, chat, pool, game, 1, 0, play)
-                    records.append(trajectory.record() | {"update": model["update"]})
-                    working.write(json.dumps(records[-1]) + "\n")
-                    working.flush()
-                    bar.update()
 
-            await gather_or_cancel(play_some() for _ in range(settings.games_per_batch))
-        tokens, faults = asdict(sampler.counts.since(counted)), pool.faults
-
-    records.sort(key=lambda record: (record["split"], record["game_id"]))
-    by_split = {split: [r for r in records if r["split"] == split] for split in settings.splits} | {"all": records}
-    summary = {"type": "summary"} | model
-    summary["settings"] = {name: getattr(play, name) for name in RECORDED_SETTINGS} | {"dtype": dtype}
-    summary |= {"tokens": tokens, "env_faults": faults}
-    summary["splits"] = {split: summarize(chosen) for split, chosen in by_split.items()}
-    ordered = output.with_name(output.name + ".ordered.partial")
-    ordered.write_text("".join(json.dumps(line) + "\n" for line in [*records, summary]), encoding="utf-8")
-    ordered.replace(output)
-    Path(working.name).unlink()
-    report(summary, settings, play)
-    print(f"Wrote {output}")
-
+# --- the working file -----------------------------------------------------------------------------------------------
+#
+# OUTPUT.partial: a header with all that decides the result, then a line a game. Every line ends in its own checksum; a
+# game's line also says what the engines had done `so_far`, in all parts of the evaluation together.
 
 # What two evaluations must have in common to be compared.
 RECORDED_SETTINGS = (
     "temperature", "top_p", "seed", "max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens",
     "include_admissible_actions",
 )  # fmt: skip
+LARGEST_WORKING_FILE = 2**30  # bytes, far more than any evaluation writes
+HEADER_START = b'{"type": "header"'
 
 
-async def load_weights(
-    folder: str, update: int, play: RolloutSettings, sampler: Sampler, way: str, dtype: str, rank: int, chat: ChatTokens
-) -> None:
+def make_header(settings: EvalSettings, play: RolloutSettings, model: Candidate, games: list[Game]) -> dict:
+    """All that decides the result; what has the name of a flag is its value."""
+    dtype = engine_dtype(play)
+    return {
+        "type": "header",
+        "run_name": model.name,
+        "base_model": model.base_model,
+        "model_path": model.model_path,
+        "weights": model.sha256,
+        "weight_sync": resolve_sync(settings.weight_sync, dtype) if model.rank else None,
+        "split": settings.split,
+        **{name: getattr(play, name) for name in RECORDED_SETTINGS},
+        "dtype": dtype,
+        "games": {f"{game.split}/{game.game_id}": sha256_of(game.path)[:16] for game in games},
+    }
+
+
+def check_header(path: Path, found: dict, expected: dict) -> None:
+    """Raise SettingsError, naming every difference, unless the working file was begun as this evaluation is."""
+    named = {
+        "weights": "the weights in --model-path were others",
+        "games": "the games were others (--data-root, --limit-per-split)",
+    }
+    reasons = [
+        named.get(name, f"--{name.replace('_', '-')} was {reprlib.repr(found.get(name))}, now {value!r}")
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if reasons:
+        raise SettingsError(
+            f"{path} was begun otherwise: {'; '.join(reasons)}. Go on with what was given then, or start over: "
+            "--overwrite-output"
+        )
+
+
+def make_line(record: dict) -> bytes:
+    """A line of a working file."""
+    return (json.dumps(record | {"crc32": zlib.crc32(json.dumps(record).encode())}) + "\n").encode()
+
+
+def read_line(line: bytes) -> dict:
+    """The record of a line; ValueError if the line is damaged."""
+    record = json_object(line)
+    try:
+        intact = record.pop("crc32", None) == zlib.crc32(json.dumps(record).encode())
+    except RecursionError:
+        intact = False
+    if not intact:
+        raise ValueError("is not as it was written")
+    return record
+
+
+def is_finished_game(record: dict, games: dict) -> bool:
+    """Whether a record is a trajectory of one of `games` with all that a summary adds up."""
+    so_far = record.get("so_far")
+    tokens = so_far.get("tokens") if isinstance(so_far, dict) else None
+    if not isinstance(tokens, dict) or tokens.keys() != asdict(TokenCounts()).keys():
+        return False
+    counts = [record.get(name) for name in ("steps", "valid_tool_calls", "admissible_actions", "invalid_actions")]
+    return (
+        record.get("type") == "trajectory"
+        and record.get("split") in EVALUATION_SPLITS
+        and f"{record['split']}/{record.get('game_id')}" in games
+        and record.get("task_type") in TASK_TYPES
+        and type(record.get("won")) is type(record.get("truncated")) is bool
+        and type(record.get("reward")) is float
+        and math.isfinite(record["reward"])
+        and all(type(n) is int and 0 <= n < 2**50 for n in [*counts, *tokens.values(), so_far.get("env_faults")])
+    )
+
+
+def read_working_file(path: Path, content: bytes, header: dict) -> tuple[list[dict], int]:
+    """The finished games of a working file, and the bytes up to their end.
+
+    A last line without its end was cut short by a crash: that game is not finished. SettingsError, which names the
+    file and the line, if any other is damaged, and if the file was begun with other settings.
+    """
+    *lines, cut_short = content.split(b"\n")
+    games: dict[str, dict] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            record = read_line(line)
+            if (record.get("type") == "header") != (number == 1):
+                raise ValueError("is no header" if number == 1 else "is a second header")
+            if number == 1:
+                check_header(path, record, header)
+                continue
+            if not is_finished_game(record, header["games"]):
+                raise ValueError("is no finished game of this evaluation")
+            if games.setdefault(f"{record['split']}/{record['game_id']}", record) is not record:
+                raise ValueError("has a game that another line has too")
+        except SettingsError:
+            raise
+        except ValueError as error:
+            remedy = "start over: --overwrite-output" if number == 1 else "remove this line and its game is played again"
+            raise SettingsError(f"{path}:{number}: the line is damaged: it {error}; {remedy}") from error
+    return list(games.values()), len(content) - len(cut_short)
+
+
+@dataclass(frozen=True)
+class WorkingFile:
+    """An open working file; no other evaluation can write it meanwhile."""
+
+    path: Path
+    file: io.FileIO
+    records: list[dict]  # of the finished games
+
+    @property
+    def so_far(self) -> dict:
+        """What the engines had done when the last game ended, in all parts together."""
+        return self.records[-1]["so_far"] if self.records else {"tokens": asdict(TokenCounts()), "env_faults": 0}
+
+    def write(self, record: dict) -> None:
+        """Write one line, whole or not at all."""
+        line, size = make_line(record), self.file.tell()
+        try:
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.file.truncate(size)
+            self.file.seek(size)
+            raise cannot_write(self.path, error) from error
+        if record["type"] != "header":
+            self.records.append(record)
+
+
+def cannot_write(path: Path, error: OSError) -> SettingsError:
+    return SettingsError(f"cannot write {path}: {error.strerror}; mend that, then give the same command with --resume-output")
+
+
+@contextlib.contextmanager
+def open_working_file(output: Path, header: dict, resume: bool, overwrite: bool) -> Iterator[WorkingFile]:
+    """The working file of `output`, new or as far as it came; without a finished game it does not stay.
+
+    SettingsError, with all files as they were, if that would lose finished games or an existing output.
+    """
+    path = output.with_name(output.name + ".partial")
+    if output.is_dir():
+        raise SettingsError(f"{output} is a folder: give a file as --output")
+    if output.exists() and resume and not (overwrite and path.exists()):
+        both = f"; to go on with {path} and replace it, add --overwrite-output" if path.exists() else ""
+        raise SettingsError(f"{output} is complete already, there is nothing to resume{both}")
+    if output.exists() and not overwrite:
+        raise SettingsError(f"{output} exists: give --overwrite-output to replace it, or another --output")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise SettingsError(f"cannot write {path}: {error.strerror}; choose another --output") from error
+    with open(descriptor, "r+b", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_WORKING_FILE:
+            raise SettingsError(f"{path} is no regular file of a sensible size: remove it, or choose another --output")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"another evaluation is writing {path}: wait for it, or choose another --output") from None
+        if not (path.exists() and os.path.samestat(os.stat(path), status)):
+            raise SettingsError(f"another evaluation has just ended with {output}: give the command again")
+        content = b"" if overwrite and not resume else file.read()
+        games = content.count(b"\n") - 1
+        if content.startswith(HEADER_START) and games < 1:
+            content = b""  # nothing to lose
+        if content and not resume:
+            raise SettingsError(
+                f"{path} holds {max(0, games)} games of an evaluation that was cut off: give --resume-output to go on "
+                "with it, or --overwrite-output to start over"
+            )
+        records, size = read_working_file(path, content, header)
+        if resume and not records:
+            print(f"Nothing to resume: no finished game in {path}, so every game is played", flush=True)
+        working = WorkingFile(path, file, records)
+        file.truncate(size)
+        file.seek(size)
+        try:
+            if not size:
+                working.write(header)
+            yield working
+        except BaseException:
+            if records:
+                print(f"{path} holds {len(records)} finished games: go on with --resume-output", file=sys.stderr, flush=True)
+            raise
+        finally:
+            if not records:
+                path.unlink(missing_ok=True)
+
+
+# --- the evaluation -------------------------------------------------------------------------------------------------
+
+
+async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
+    """The whole evaluation: check everything that can be checked, start the engine, play what is missing, summarize."""
+    check_swanlab(settings.swanlab_mode, settings.swanlab_project)
+    games: list[Game] = []
+    for split in settings.splits:
+        games += shuffle_games(find_games(settings.data_root, split), play.seed)[: settings.limit_per_split or None]
+    check_model(play)
+    model = describe_model(settings, play.base_model)
+    if model.model_path and not model.rank:
+        play = replace(play, base_model=model.model_path)
+    output = Path(settings.output or f"eval_results/{model.name}.jsonl")
+    header = make_header(settings, play, model, games)
+    with open_working_file(output, header, settings.resume_output, settings.overwrite_output) as working:
+        finished = {(record["split"], record["game_id"]) for record in working.records}
+        missing = [game for game in games if (game.split, game.game_id) not in finished]
+        if finished:
+            print(f"Going on with {working.path}: {len(finished)} of {len(games)} games are finished", flush=True)
+        if missing:
+            await play_games(missing, working, model, settings, play, worlds)
+        records = [{name: record[name] for name in record if name != "so_far"} for record in working.records]
+        records.sort(key=lambda record: (record["split"], record["game_id"]))
+        by_split = {split: [r for r in records if r["split"] == split] for split in settings.splits} | {"all": records}
+        about = {name: getattr(model, name) for name in ("name", "base_model", "model_path", "update")}
+        compared = {name: header[name] for name in (*RECORDED_SETTINGS, "dtype")}
+        summary = {"type": "summary"} | about | {"settings": compared} | working.so_far
+        summary["splits"] = {split: summarize(chosen) for split, chosen in by_split.items()}
+        write_output(output, [*records, summary])
+        working.path.unlink()
+    report(summary, settings, play)
+    print(f"Wrote {output}")
+
+
+async def play_games(
+    games: list[Game], working: WorkingFile, model: Candidate, settings: EvalSettings, play: RolloutSettings,
+    worlds: EnvironmentSettings,
+) -> None:  # fmt: skip
+    """Play `games`, `--games-per-batch` of them at any time, and write each down as it ends."""
+    chat = load_chat_tokens(play.base_model)
+    way = resolve_sync(settings.weight_sync, engine_dtype(play))
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(WorldPool(worlds))
+        if len(await playable_games(pool, games)) < len(games):
+            raise SettingsError("an evaluation leaves no game out: mend or remove the games named above")
+        await check_first_prompts(chat, pool, games[:1], play)
+        pool.prefetch(game.path for game in games)
+        print(f"Evaluating {model.name}: {len(games)} games, {play.base_model}, {engine_dtype(play)}", flush=True)
+        print("Starting the engine, which takes about a minute", flush=True)
+        sampler = await Sampler.start(play, chat.stop_token_ids, model.rank if way == "adapter" else 0)
+        stack.callback(sampler.close)
+        if model.rank:
+            await load_weights(model, play, sampler, way, chat)
+        before = working.so_far
+        counted = sampler.counts.since(TokenCounts(**before["tokens"]))  # counting goes on where the last part stopped
+        waiting = iter(games)
+        with tqdm(total=len(games), desc="games", unit="game") as bar:
+
+            async def play_some() -> None:
+                for game in waiting:
+                    [trajectory] = await play_group(sampler, chat, pool, game, 1, 0, play)
+                    tokens, faults = asdict(sampler.counts.since(counted)), before["env_faults"] + pool.faults
+                    record = trajectory.record() | {"update": model.update}
+                    working.write(record | {"so_far": {"tokens": tokens, "env_faults": faults}})
+                    bar.update()
+
+            await gather_or_cancel(play_some() for _ in range(settings.games_per_batch))
+
+
+async def load_weights(model: Candidate, play: RolloutSettings, sampler: Sampler, way: str, chat: ChatTokens) -> None:
     """Bring saved adapter weights to the engine; merging them takes a policy, on the CPU: it only adds up."""
+    dtype = engine_dtype(play)
     if way == "adapter":
-        weights = SavedAdapter(Path(folder), play.base_model)
+        weights = SavedAdapter(Path(model.model_path), play.base_model)
     else:
         weights = await asyncio.to_thread(
-            Policy, play.base_model, lora_rank=rank, device="cpu", dtype=getattr(torch, dtype), seed=play.seed
+            Policy, play.base_model, lora_rank=model.rank, device="cpu", dtype=getattr(torch, dtype), seed=play.seed
         )
-        weights.load_adapter(folder)
+        weights.load_adapter(model.model_path)
     probe = chat.first_prompt(first_messages("find out which weights are in use.", "You see a probe.", None))
     sync = WeightSync(weights, sampler, way, dtype)
     try:
-        await sync.push(update, probe=probe[:PROBE_TOKENS] if weights.differs_from_base() else None)
+        await sync.push(model.update or 1, probe=probe[:PROBE_TOKENS] if weights.differs_from_base() else None)
     finally:
         sync.close()
+
+
+def write_output(output: Path, lines: list[dict]) -> None:
+    """Write the finished file, whole or not at all."""
+    ordered = output.with_name(output.name + ".ordered.partial")
+    try:
+        ordered.unlink(missing_ok=True)
+        with ordered.open("x", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        ordered.replace(output)
+    except OSError as error:
+        raise cannot_write(output, error) from error
 
 
 def report(summary: dict, settings: EvalSettings, play: RolloutSettings) -> None:

@@ -32,6 +32,7 @@ import typing
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 
 from data import Game
 from environment import EnvironmentSettings, GameError, Group, WorldPool, WorldState
@@ -258,6 +259,25 @@ def trajectory_reward(won: bool, invalid_actions: int) -> float:
     return float(won) - INVALID_ACTION_PENALTY * invalid_actions
 
 
+def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Score interval of a proportion: (low, high) in [0, 1]. ValueError unless 0 <= successes <= trials >= 1.
+
+    All p with |s/n - p| <= z sqrt(p (1 - p) / n), where z is the two-sided normal quantile of `confidence`:
+
+        (s + z^2/2) / (n + z^2)  -+  z / (n + z^2) * sqrt(s (n - s) / n + z^2/4)
+
+    Unlike mean -+ z standard errors it is sound near 0 and 1 and for small n.
+    Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927) 209-212.
+    """
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"{successes} successes of {trials} trials: no such proportion")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    centre = (successes + z * z / 2) / (trials + z * z)
+    half = z / (trials + z * z) * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
+    # At the ends one bound is the proportion itself; rounding must not push it past.
+    return (0.0 if successes == 0 else centre - half), (1.0 if successes == trials else centre + half)
+
+
 # --- records --------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +491,7 @@ class Sampler:
             "logprobs_mode": "processed_logprobs",
             # Prompts go in and completions come out as token ids; sampling is what the flags say, not the checkpoint.
             "skip_tokenizer_init": True,
+            "load_format": "safetensors",  # other formats may be unpickled
             "generation_config": "vllm",
             "language_model_only": True,
             "use_tqdm_on_load": False,
@@ -511,8 +532,10 @@ class Sampler:
         try:
             engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
+            for process in multiprocessing.active_children():  # the engine; the call below then ends at once
+                process.kill()
             with contextlib.suppress(Exception):
-                (await starting).shutdown()  # it cannot be stopped half-way, and nobody else knows of it
+                (await starting).shutdown()
             sockets.cleanup()
             raise
         except RuntimeError as error:
@@ -676,7 +699,7 @@ def load_model_config(base_model: str):
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(base_model).get_text_config()
+        return AutoConfig.from_pretrained(base_model, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise SettingsError(
             f"--base-model {base_model!r} is no model: {first_line(error)} "
@@ -707,7 +730,7 @@ def load_chat_tokens(base_model: str) -> ChatTokens:
     from transformers import AutoTokenizer, GenerationConfig
 
     try:
-        chat = ChatTokens(AutoTokenizer.from_pretrained(base_model))
+        chat = ChatTokens(AutoTokenizer.from_pretrained(base_model, trust_remote_code=False))
         with contextlib.suppress(OSError):  # a model need not have one; its end tokens may be more than the tokenizer's
             chat.add_stop_tokens(GenerationConfig.from_pretrained(base_model).eos_token_id)
         return chat

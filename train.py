@@ -47,7 +47,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from advantages import group_advantages
-from data import Game, batch_of_games, find_games, shuffle_games
+from data import Game, batch_of_games, find_games, json_object, read_file, shuffle_games
 from environment import EnvironmentSettings, WorldPool
 from protocol import PrefixViolation, check_prefix_extension
 from rollout import (
@@ -71,6 +71,7 @@ from rollout import (
     require,
     run_with_settings,
     uninterrupted,
+    wilson_interval,
     write_records,
 )
 
@@ -267,7 +268,7 @@ def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, boo
         if "drop" in name and isinstance(value, float):
             setattr(text_config, name, 0.0)
     model, info = AutoModelForCausalLM.from_pretrained(
-        base_model, config=config, dtype=dtype, trust_remote_code=False,
+        base_model, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
         output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, by name
     )
     absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
@@ -298,15 +299,19 @@ def check_adapter(folder: Path, base_model: str) -> PeftConfig:
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise SettingsError(f"no adapter in {folder}: {file} is missing; give a path that train.py printed")
+    path = folder / "adapter_config.json"
     try:
+        about = json_object(read_file(path))
+        saved_base, rank = about.get("base_model_name_or_path"), about.get("r")
+        if type(saved_base) is not str or not saved_base.isprintable() or type(rank) is not int or rank < 1:
+            raise ValueError(f"names no base model and rank ({repr(saved_base):.40}, {repr(rank):.40})")
         saved = PeftConfig.from_pretrained(str(folder))
-        saved_base = str(saved.base_model_name_or_path)
-    except (ValueError, TypeError, KeyError) as error:
-        raise SettingsError(f"{folder / 'adapter_config.json'} is no adapter config: {error}") from error
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise SettingsError(f"{path} is no adapter config: {first_line(error):.200}") from error
     if saved_base != base_model and Path(saved_base).resolve() != Path(base_model).resolve():
         raise SettingsError(
-            f"{folder} is an adapter trained on another base, {saved_base}, not on {base_model}; "
-            f"pass --base-model {saved_base}"
+            f"{folder} is an adapter trained on another base, {saved_base:.200}, not on {base_model}; "
+            f"pass --base-model {saved_base:.200}"
         )
     return saved
 
@@ -318,8 +323,7 @@ class SavedAdapter:
         check_adapter(folder, base_model)
         self._folder = folder
         self._tensors = _read_adapter_tensors(folder)
-        self.fp32_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
-        config = AutoConfig.from_pretrained(base_model)
+        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
         self._vision_language = config.get_text_config() is not config
 
     def save_adapter(self, folder: Path, engine_layout: bool = False) -> None:
@@ -361,10 +365,9 @@ class Policy:
         # Decoupled weight decay; at the recipe's 0 this is Adam.
         self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay)
         self._trained = False
-        self.whole = True  # false if a step broke off half-way: such weights are not worth saving
+        self.whole = True  # false if a step broke off half-way or ended in no numbers: such weights are not worth saving
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
         self._check_head(model)
-        self.fp32_bytes = 4 * sum(parameter.numel() for parameter in self.model.parameters())
 
     @staticmethod
     def _with_adapter(model: torch.nn.Module, lora_rank: int, seed: int) -> torch.nn.Module:
@@ -436,7 +439,7 @@ class Policy:
             self.save_adapter(folder)
         else:
             self.model.save_pretrained(folder)
-            AutoTokenizer.from_pretrained(self.base_model).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=False).save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
         """Replace the weights by those that `save` wrote; SettingsError if they are no such thing. Adam's state stays."""
@@ -737,7 +740,13 @@ class WeightSync:
             await self._sampler.reload(folder, version)
             shutil.rmtree(folder)
         if before:
-            moved, noise = _largest_gap(await self._sampler.score(probe), before[1]), _largest_gap(*before)
+            after = await self._sampler.score(probe)
+            if not all(map(math.isfinite, after)):
+                raise FloatingPointError(
+                    f"the engine scores text as no number with weights {folder.name}, so they ran away: what was saved before "
+                    "is intact; go on from there with a lower --learning-rate in a new run"
+                )
+            moved, noise = _largest_gap(after, before[1]), _largest_gap(*before)
             if not moved > noise:
                 raise WeightsDidNotArrive(
                     f"the engine scores text as before weights {folder.name} were sent to it (--weight-sync {self._way}, "
@@ -1311,6 +1320,9 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
                 if probe is not None:
                     version = update + 1
                     await sync.push(version, probe)
+            except FloatingPointError:
+                policy.whole = False
+                raise
             finally:  # the step is taken, whatever becomes of the engine
                 metrics |= {"time/sync": time.monotonic() - stepped, "time/update": time.monotonic() - ended}
                 ended = time.monotonic()
@@ -1330,6 +1342,8 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
                 if settings.max_staleness and update + 1 < settings.max_steps:
                     ahead = asyncio.ensure_future(roll(update + 1))
                 await uninterrupted(learn(update, groups, metrics, ahead), ahead)
+            lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            print(closing_lines([json.loads(line) for line in lines]), flush=True)
         except BaseException:
             if ahead:
                 ahead.cancel()
@@ -1339,6 +1353,20 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
                 save()
             print(f"To go on: uv run python train.py --resume {run_dir}", flush=True)
             raise
+
+
+def closing_lines(lines: Sequence[dict]) -> str:
+    """From what to what a run went: pooled over a quarter of its updates (five at most) at either end."""
+    window = max(1, min(5, len(lines) // 4))
+    parts = []
+    for name, some in (("first", lines[:window]), ("last", lines[-window:])):
+        played = sum(line["rollout/trajectories"] for line in some)
+        won = round(sum(line["reward/success"] * line["rollout/trajectories"] for line in some))
+        low, high = wilson_interval(won, played)
+        invalid = statistics.fmean(line["rollout/invalid_actions"] for line in some)
+        parts.append(f"{name} {window} updates: {won} of {played} won ({won / played:.1%}, 95 % interval {low:.1%} to {high:.1%}), "
+                     f"{invalid:.2f} invalid actions a trajectory")  # fmt: skip
+    return "\n".join(parts)
 
 
 def make_policy(settings: TrainSettings, play: RolloutSettings) -> Policy:

@@ -87,8 +87,12 @@ def qwen35_tokenizer():
 def warm_model(tmp_path_factory):
     """A demo model in small (0.5 M parameters, seconds of warm start): it writes tool calls, and some fit the game."""
     folder = tmp_path_factory.mktemp("models") / "warm"
-    small = "--max-games 6 --episodes 3 --steps 90 --batch-tokens 2048 --hidden 128 --layers 2 --vocabulary 900 --threads 1".split()
-    command = [sys.executable, ROOT / "datasets" / "demo" / "make_model.py", "--data-root", STARTER, "--output", folder]
+    small = (
+        "--max-games 8 --held-out 2 --episodes 3 --steps 90 --rounds 0 --batch-tokens 2048 --hidden 128 --layers 2 "
+        "--vocabulary 900 --threads 1"
+    ).split()
+    script = ROOT / "datasets" / "demo" / "make_model.py"
+    command = [sys.executable, script, "--data-root", STARTER, "--output", folder, "--work-dir", folder.with_name("work")]
     subprocess.run([*command, *small], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return str(folder)
 

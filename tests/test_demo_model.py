@@ -1,8 +1,6 @@
-"""The demo model: its tokenizer, its size, and that making it is repeatable."""
+"""The demo model: its expert, its tokenizer, its sequences, and that making it is repeatable and can be interrupted."""
 
-import asyncio
 import hashlib
-import json
 import random
 import re
 import subprocess
@@ -11,18 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from environment import EnvironmentSettings, WorldPool, WorldState
-from protocol import CHATML_TEMPLATE, ChatTokens, check_prefix_extension, first_messages, parse_tool_call
-from protocol import tool_call_text, tool_result
+from data import TASK_TYPES
+from environment import World, compile_game
+from protocol import CHATML_TEMPLATE, ChatTokens, check_prefix_extension, parse_tool_call, tool_call_text
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "datasets" / "demo" / "make_model.py"
 STARTER = ROOT / "datasets" / "starter"
 sys.path.insert(0, str(SCRIPT.parent))
 
+import episodes  # noqa: E402
 import make_model  # noqa: E402
+from expert import TASK, Expert  # noqa: E402
 
-TINY = ["--max-games", "3", "--episodes", "3", "--layers", "1", "--hidden", "64", "--steps", "4", "--vocabulary", "600"]
+TINY = (
+    "--max-games 6 --held-out 2 --episodes 2 --layers 1 --hidden 64 --vocabulary 600 --steps 3 --batch-tokens 1500 "
+    "--rounds 1 --round-games 2 --round-steps 2 --max-episode-steps 30"
+).split()
 TEXTS = [
     "",
     " ",
@@ -36,16 +39,23 @@ TEXTS = [
 ]
 
 
-def make(folder: Path, *flags: str) -> str:
-    command = [sys.executable, str(SCRIPT), "--data-root", str(STARTER), "--output", str(folder), *flags]
+def make(folder: Path, work: Path, *flags: str) -> str:
+    command = [sys.executable, str(SCRIPT), "--data-root", str(STARTER)]
+    command += ["--output", str(folder), "--work-dir", str(work), *flags]
     return subprocess.run(command, cwd=ROOT, check=True, text=True, capture_output=True).stdout
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("demo") / "model"
-    make(folder, *TINY, "--threads", "1")
-    return folder
+def made(tmp_path_factory):
+    """A tiny model folder, and the work folder it came from."""
+    base = tmp_path_factory.mktemp("demo")
+    make(base / "model", base / "work", *TINY)
+    return base
+
+
+@pytest.fixture(scope="module")
+def folder(made):
+    return made / "model"
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +65,180 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.fixture(scope="module")
+def games():
+    return make_model.find_games(STARTER, "train")
+
+
+@pytest.fixture(scope="module")
+def surveyed(games):
+    return episodes.survey(games)
+
+
 def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+# --- expert ---------------------------------------------------------------------------------------------------------
+
+
+def finish(world, expert, state, reply, steps):
+    """Let the expert play on; returns its actions and the last reply."""
+    actions = []
+    while not reply[4] and len(actions) < steps:
+        actions.append(expert.action())
+        assert actions[-1] in reply[1], "the expert does what is admissible"
+        state, reply = world.step(state, reply, actions[-1])
+        expert.see(reply[0], reply[1])
+    return actions, reply
+
+
+def test_the_expert_wins_games_of_every_task_type(games, surveyed):
+    lost = []
+    for game in games:
+        world = World(compile_game(game.path))
+        expert, (state, reply) = Expert(world.task, surveyed[0]), world.start()
+        expert.see(reply[0], reply[1])
+        if not finish(world, expert, state, reply, 50)[1][3]:
+            lost.append(game.game_id)
+    assert {game.task_type for game in games} == set(TASK_TYPES)
+    assert lost == []
+
+
+def test_the_expert_wins_from_wherever_random_actions_have_led(games, surveyed):
+    won = 0
+    for number, game in enumerate(games):
+        rng, world = random.Random(number), World(compile_game(game.path))
+        expert, (state, reply) = Expert(world.task, surveyed[0]), world.start()
+        expert.see(reply[0], reply[1])
+        for _ in range(20):
+            action = episodes.detour(reply[1], rng)
+            state, reply = world.step(state, reply, action)
+            expert.see(reply[0], reply[1])
+        won += finish(world, expert, state, reply, 50)[1][3]
+    assert won >= 0.97 * len(games)
+
+
+def test_the_expert_knows_only_what_was_shown(surveyed):
+    """A made-up room: it opens what is closed, takes the right type, uses the right place, puts a wrong object away."""
+    expert = Expert("put a hot mug in shelf.", surveyed[0])
+    go = [f"go to {place}" for place in ("cabinet 1", "cabinet 2", "microwave 1", "shelf 1")]
+
+    def here(place, *more):
+        return [f"examine {place}", *(action for action in go if not action.endswith(place)), *more]
+
+    expert.see("You are in the middle of a room. Looking quickly around you, you see a cabinet 1.", go)
+    first = expert.action()
+    assert first in go
+    expert.see("You arrive at cabinet 2. The cabinet 2 is closed.", here("cabinet 2", "open cabinet 2"))
+    assert expert.action() == "open cabinet 2"
+    shown = "You open the cabinet 2. The cabinet 2 is open. In it, you see a fork 1, and a mug 2."
+    takes = ("close cabinet 2", "take fork 1 from cabinet 2", "take mug 2 from cabinet 2")
+    expert.see(shown, here("cabinet 2", *takes))
+    assert expert.action() == "take mug 2 from cabinet 2"
+    expert.see(
+        "You pick up the fork 1 from the cabinet 2.",  # the wrong one
+        here("cabinet 2", "close cabinet 2", "examine fork 1", "move fork 1 to cabinet 2"),
+    )
+    assert expert.action() == "move fork 1 to cabinet 2"
+    expert.see("You move the fork 1 to the cabinet 2.", here("cabinet 2", *takes))
+    assert expert.action() == "take mug 2 from cabinet 2"
+    expert.see(
+        "You pick up the mug 2 from the cabinet 2.",
+        here("cabinet 2", "close cabinet 2", "examine mug 2", "move mug 2 to cabinet 2"),
+    )
+    assert expert.action() == "go to microwave 1"
+    heat = here("microwave 1", "open microwave 1", "examine mug 2", "heat mug 2 with microwave 1")
+    expert.see("You arrive at microwave 1. The microwave 1 is closed.", heat)
+    assert expert.action() == "heat mug 2 with microwave 1"
+    expert.see("Nothing happens.", heat)
+    assert expert.action() == "heat mug 2 with microwave 1"
+    expert.see("You heat the mug 2 using the microwave 1.", heat)
+    assert expert.action() == "go to shelf 1"
+
+
+@pytest.mark.parametrize(
+    ("task", "wanted", "goal", "verb"),
+    [
+        ("look at pillow under the desklamp.", "pillow", None, None),
+        ("examine the cd with the desklamp.", "cd", None, None),
+        ("put a candle in toilet.", "candle", "toilet", None),
+        ("put some cd on shelf.", "cd", "shelf", None),
+        ("put a clean mug in coffeemachine.", "mug", "coffeemachine", "clean"),
+        ("clean some pan and put it in cabinet.", "pan", "cabinet", "clean"),
+        ("put a hot egg in fridge.", "egg", "fridge", "heat"),
+        ("heat some cup and put it in cabinet.", "cup", "cabinet", "heat"),
+        ("put a cool bread in countertop.", "bread", "countertop", "cool"),
+        ("put two cd in drawer.", "cd", "drawer", None),
+        ("find two candle and put them in cabinet.", "candle", "cabinet", None),
+    ],
+)
+def test_every_wording_of_a_task_is_understood(task, wanted, goal, verb, surveyed):
+    expert = Expert(task, surveyed[0])
+    assert (expert.wanted, expert.goal, expert.verb) == (wanted, goal, verb)
+    assert TASK.match(task)["two"] == ("two" if "two" in task else None)
+
+
+# --- demonstrations and their tokens --------------------------------------------------------------------------------
+
+
+def test_demonstrations_are_written_as_a_rollout_writes_them(tokenizer, games, surveyed):
+    how = {"renamed": 0.5, "detours": True, "max_steps": 50, "seed": 1}
+    played = list(episodes.demonstrations(games[::8], 4, surveyed[0], surveyed[2], **how))
+    assert len(played) >= 0.9 * 4 * len(games[::8])
+    chat, detours = ChatTokens(tokenizer), 0
+    for episode in played:
+        sequence = episodes.encode_episode(chat, episode)
+        messages, prompts, spans = list(episode.messages), [], []
+        expected = chat.first_prompt(messages)
+        for turn in episode.turns:
+            call = [*tokenizer.encode(tool_call_text(turn.action)), tokenizer.eos_token_id]
+            assert parse_tool_call(chat.completion_text(call)).action == turn.action
+            start, end = len(expected), len(expected) + len(call)
+            prompts.append(start)
+            spans.append((start, end))
+            expected = [*expected, *call]
+            if turn.result is not None:
+                expected += chat.extension(call, turn.result)
+            learned = sequence.codes_T[start:end].count(episodes.LEARN)
+            if turn.action == turn.label:
+                assert learned == len(call) and sequence.targets_T[start:end] == call
+            else:
+                detours += 1
+                label = episodes.call_tokens(chat, turn.label)
+                assert sequence.targets_T[start : start + learned] == label[:learned]
+                assert call[:learned] != label[:learned] and call[: learned - 1] == label[: learned - 1]
+                assert set(sequence.codes_T[start + learned : end]) <= {episodes.SKIP}
+        assert sequence.tokens_T == expected
+        check_prefix_extension(len(expected), prompts, spans)
+        inside = {i for start, end in spans for i in range(start, end)}
+        outside = [i for i in range(len(expected)) if i not in inside]
+        assert {sequence.codes_T[i] for i in outside} == {episodes.READ}
+        assert all(sequence.targets_T[i] == expected[i] for i in outside)
+    assert detours > 20
+
+
+def test_renaming_goes_back_and_leaves_places_alone():
+    kinds = ["apple", "mug", "plate"]
+    for seed in range(20):
+        names = episodes.Renaming(kinds, random.Random(seed))
+        shown = names.text("take mug 2 from drawer 3")
+        assert re.fullmatch(r"take (apple|mug|plate) 2 from drawer 3", shown)
+        assert names.real(shown) == "take mug 2 from drawer 3"
+        assert {names.text(each) for each in kinds} == set(kinds)
+    assert episodes.Renaming([], random.Random(0)).text("a mug 1") == "a mug 1"
+
+
+def test_sequences_come_back_from_the_disk(tmp_path):
+    made = [episodes.Encoded([1, 2, 3], [1, 5, 3], [1, 2, 0]), episodes.Encoded([4], [4], [1])]
+    episodes.save_sequences(tmp_path / "x.npz", made)
+    back = episodes.load_sequences(tmp_path / "x.npz")
+    assert [[list(part) for part in (s.tokens_T, s.targets_T, s.codes_T)] for s in back] == [
+        [s.tokens_T, s.targets_T, s.codes_T] for s in made
+    ]
+
+
+# --- tokenizer ------------------------------------------------------------------------------------------------------
 
 
 def test_any_text_comes_back_from_its_tokens(tokenizer):
@@ -74,16 +256,22 @@ def test_marks_are_single_tokens_and_only_the_chat_marks_are_special(tokenizer):
     assert len(tokenizer) < 2000
 
 
-def test_a_command_is_a_few_tokens_the_same_in_a_list_and_in_a_call(tokenizer):
+def test_a_command_is_a_few_tokens_and_an_object_type_the_same_everywhere(games, surveyed):
+    yields, places, kinds = surveyed
+    how = {"renamed": 0.5, "detours": True, "max_steps": 50, "seed": 1}
+    played = list(episodes.demonstrations(games, 1, yields, kinds, **how))
+    tokenizer = episodes.tokenizer_for(played, places, 1600)
+
     def pieces(text):
         return [tokenizer.decode([token]) for token in tokenizer.encode(text, add_special_tokens=False)]
 
-    command = pieces("go to drawer 1")
-    assert len(command) <= 3
-    in_list, in_call = pieces("\nAdmissible actions:\ngo to drawer 1\nlook"), pieces(tool_call_text("go to drawer 1"))
-    for text in (in_list, in_call):
-        assert any(text[i : i + len(command)] == command for i in range(len(text)))
-    assert len(in_call) == len(command) + 4
+    assert pieces(tool_call_text("go to drawer 1"))[1:-1] == ["go to drawer 1"]
+    assert pieces(tool_call_text("take mug 1 from cabinet 1"))[1:-1] == ["take", " mug", " 1", " from cabinet 1"]
+    for text in ("put a hot mug in cabinet.", "On the cabinet 1, you see a mug 1.", "\ntake mug 1 from cabinet 1"):
+        assert " mug" in pieces(text)
+    turns = [turn for episode in played for turn in episode.turns if turn.result]
+    tokens = sum(len(tokenizer.encode(turn.result)) for turn in turns)
+    assert tokens / len(turns) < 70
 
 
 def test_the_builtin_template_serves_it(tokenizer):
@@ -93,6 +281,9 @@ def test_the_builtin_template_serves_it(tokenizer):
     assert chat.stop_token_ids == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
+# --- model and training ---------------------------------------------------------------------------------------------
+
+
 def test_model_is_small_and_loads(folder, tokenizer):
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -100,86 +291,71 @@ def test_model_is_small_and_loads(folder, tokenizer):
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert model.config.vocab_size >= len(tokenizer)
     assert model.config.max_position_embeddings == 16384
+    assert not model.config.tie_word_embeddings  # a tied head cannot be reloaded into a running CPU engine
     assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
 
 
 def test_the_default_model_stays_under_ten_megabytes(tokenizer):
     settings = make_model.Settings()
     model = make_model.make_model(tokenizer, settings)
-    more_entries = settings.hidden * (settings.vocabulary + 64 - model.config.vocab_size)
-    if not model.config.tie_word_embeddings:
-        more_entries *= 2
+    more_entries = 2 * settings.hidden * (settings.vocabulary + 64 - model.config.vocab_size)
     assert model.num_parameters() + more_entries <= 4_900_000  # two bytes each
+
+
+def test_a_model_read_in_pieces_answers_as_in_one(folder, tokenizer):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, rng = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), random.Random(0)
+    rows = [[rng.randrange(len(tokenizer)) for _ in range(length)] for length in (30, 7, 19)]
+    with torch.no_grad():
+        cache, at = make_model.Cache(model, 3), [0, 0, 0]
+        for until in ((12, 3, 0), (12, 7, 1), (29, 7, 18), (30, 7, 19)):
+            logits = cache.read([row[a:b] for row, a, b in zip(rows, at, until, strict=True)])
+            at = until
+        for k in (0, 2):
+            torch.testing.assert_close(logits[k], model(torch.tensor([rows[k]])).logits[0, -1], atol=1e-4, rtol=1e-4)
+        cache.keep([2])
+        again = cache.read([[5]])
+        torch.testing.assert_close(again[0], model(torch.tensor([[*rows[2], 5]])).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_same_settings_same_bytes_and_an_older_folder_is_replaced(folder, tmp_path):
     again = tmp_path / "again"
     again.mkdir()
     (again / "leftover").write_text("old")
-    make(again, *TINY, "--threads", "1")
+    make(again, tmp_path / "work", *TINY)
     assert digests(again) == digests(folder)  # the same files, so no leftover either
-    assert [path.name for path in tmp_path.iterdir()] == ["again"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "work"]
 
 
-def test_another_seed_gives_other_weights(folder, tmp_path):
-    make(tmp_path / "other", *TINY, "--threads", "1", "--seed", "7")
-    assert digests(tmp_path / "other")["model.safetensors"] != digests(folder)["model.safetensors"]
+def test_an_interrupted_run_goes_on_to_the_same_bytes(folder, tmp_path, monkeypatch):
+    """It is stopped after every step, right after its checkpoint, until it comes through."""
+    arguments = ["--data-root", str(STARTER), *TINY]
+    arguments += ["--output", str(tmp_path / "model"), "--work-dir", str(tmp_path / "work")]
+    learn, save = make_model.Training.learn, make_model.Training.save
+
+    def learn_and_stop(training, batch):
+        loss = learn(training, batch)
+        save(training, tmp_path / "work" / "checkpoint.pt")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_model.Training, "learn", learn_and_stop)
+    stops = 0
+    while True:
+        try:
+            make_model.main(arguments)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+    assert stops == 5
+    assert digests(tmp_path / "model") == digests(folder)
 
 
-def test_the_card_names_the_games_and_the_settings(folder):
+def test_the_card_says_what_it_was_trained_on(folder):
     card = (folder / "README.md").read_text()
-    assert "3 training games" in card and "seed: 42" in card
-    assert "valid" not in card.split("## Training games")[1]
-
-
-def test_demonstrations_win_and_are_prefix_extensions_with_detours_masked(tokenizer):
-    settings = make_model.Settings(data_root=STARTER, max_games=6, episodes=4, detour_rate=0.4)
-    games = make_model.spread(make_model.find_games(STARTER, "train"), settings.max_games)
-    with WorldPool(EnvironmentSettings()) as pool:
-        episodes = asyncio.run(make_model.play_games(pool, games, settings))
-    assert len(episodes) >= 20
-    assert {game.split for game in games} == {"train"}
-    chat = ChatTokens(tokenizer)
-    detours = 0
-    for episode in episodes:
-        sequence = make_model.encode(chat, episode, 0.25)
-        prompts, spans, at = [], [], len(chat.first_prompt(episode.messages))
-        for turn in episode.turns:
-            end = sequence.tokens.index(tokenizer.eos_token_id, at) + 1
-            assert parse_tool_call(chat.completion_text(sequence.tokens[at:end])).action == turn.action
-            assert set(sequence.weights[at:end]) == {1.0 if turn.learn else 0.0}
-            detours += not turn.learn
-            prompts.append(at)
-            spans.append((at, end))
-            at = end + (len(chat.extension(sequence.tokens[at:end], turn.result)) if turn.result is not None else 0)
-        assert at == len(sequence.tokens)
-        check_prefix_extension(len(sequence.tokens), prompts, spans)
-        inside = {i for start, end in spans for i in range(start, end)}
-        assert {weight for i, weight in enumerate(sequence.weights) if i not in inside} == {0.25}
-    assert detours > 0
-
-
-def test_renaming_is_one_to_one_and_leaves_places_alone():
-    text = "On the drawer 3, you see a apple 1, a mug 2, and a mug 1. put a apple in drawer."
-    for seed in range(20):
-        renamed = make_model.Renaming(["apple", "mug", "plate"], random.Random(seed)).text(text)
-        found = re.findall(r"(apple|mug|plate) (\d)", renamed)
-        assert len(set(found)) == 3 and found[1][0] == found[2][0] != found[0][0]
-        assert "drawer 3" in renamed and renamed.endswith(f"put a {found[0][0]} in drawer.")
-    assert make_model.Renaming([], random.Random(0)).text(text) == text
-
-
-def test_walkthrough_recovers_from_detours():
-    def state(*admissible):
-        return WorldState("", admissible, 0, False, False)
-
-    plan = ["go to drawer 1", "open drawer 1", "take mug 1 from drawer 1", "go to shelf 1", "move mug 1 to shelf 1"]
-    expert = make_model.Walkthrough(plan)
-    assert expert.next(state("go to drawer 1", "go to shelf 1")) == "go to drawer 1"
-    assert expert.next(state("go to drawer 1", "take fork 1 from shelf 1")) == "go to drawer 1"  # it was led away
-    assert expert.next(state("move fork 1 to drawer 1", "open drawer 1")) == "move fork 1 to drawer 1"  # wrong object
-    assert expert.next(state("close drawer 1", "take mug 1 from drawer 1")) == "take mug 1 from drawer 1"  # open already
-    assert expert.next(state("move mug 1 to shelf 1", "go to drawer 1")) == "move mug 1 to shelf 1"  # there already
+    assert "4 training" in card and "seed: 42" in card and "Measured on 2 training games" in card
+    assert str(ROOT) not in card
 
 
 @pytest.mark.parametrize(
@@ -187,43 +363,25 @@ def test_walkthrough_recovers_from_detours():
     [
         (["--hidden", "100"], "--hidden must be a multiple of 64, got 100"),
         (["--vocabulary", "5000"], "--vocabulary"),
-        (["--steps", "-1"], "--steps must not be below 0, got -1"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--rounds", "-1"], "--rounds must be at least 0, got -1"),
+        (["--held-out", "40", "--max-games", "40"], "--held-out is 40, but there are only 40 training games"),
         (["--data-root", "no/such/folder"], "no/such/folder"),
     ],
 )
 def test_a_bad_setting_is_one_line_and_writes_nothing(flags, message, tmp_path):
-    command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "model"), *flags]
+    command = [sys.executable, str(SCRIPT), "--data-root", str(STARTER)]
+    command += ["--output", str(tmp_path / "model"), "--work-dir", str(tmp_path / "work"), *flags]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
     assert done.returncode != 0
     assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_the_warm_start_writes_calls_that_parse(tmp_path):
-    """The real settings: greedy first calls are well-formed and admissible in most training games."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    output = tmp_path / "model"
-    make(output)
-    assert (output / "model.safetensors").stat().st_size <= 10_000_000
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    chat = ChatTokens(tokenizer)
-
-    async def firsts(pool):
-        states = []
-        for game in make_model.find_games(STARTER, "train"):
-            group = await pool.open_group(game.path, 1)
-            states.append((group.task, group.first))
-            group.close()
-        return states
-
-    with WorldPool(EnvironmentSettings()) as pool:
-        states = asyncio.run(firsts(pool))
-    admissible = 0
-    for task, first in states:
-        prompt = chat.first_prompt(first_messages(task, first.observation, first.admissible))
-        tokens = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)[0, len(prompt) :].tolist()
-        admissible += parse_tool_call(chat.completion_text(tokens)).action in first.admissible
-    assert admissible >= 0.8 * len(states)
+def test_a_work_folder_of_other_settings_is_refused(made):
+    command = [sys.executable, str(SCRIPT), "--data-root", str(STARTER), "--output", str(made / "other")]
+    command += ["--work-dir", str(made / "work"), *TINY, "--seed", "7"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode != 0
+    assert "--seed 42, not 7" in done.stderr and done.stderr.count("\n") == 1
+    assert not (made / "other").exists()

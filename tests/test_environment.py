@@ -290,7 +290,7 @@ def test_a_game_that_takes_compilers_down_is_named(tmp_path, games):
             if asked and compiler.process.pid not in pids:
                 pids.add(compiler.process.pid)
                 compiler.process.kill()
-        with pytest.raises(GameError, match="three compilers were lost over it"):
+        with pytest.raises(GameError, match="3 compilers were lost over it"):
             await opening
         assert (await pool.open_group(games[1], 1)).task
 
@@ -452,6 +452,8 @@ def test_a_game_of_an_older_release_is_refused(tmp_path, games):
         ({"grammar": ("You open the {r.name}", "You open the {r.name.upper()}")}, "expression"),
         ({"grammar": ("You open the {r.name}", "You open the {len(r.name)}")}, "expression"),
         ({"grammar": ("#examineReceptacle.feedback#", "#no.such.rule#")}, "no rule"),
+        ({"grammar": ("You open the {r.name}", "You open the {q.name}")}, "names ['q'], which nothing stands for"),
+        ({"grammar": ('"intro": [', '"intro": [{"rhs": "#intro#"}], "other": [')}, "'intro' uses itself"),
         ({"grammar": ("Your task is to: ", "Do: ")}, "task rule"),
         ({"grammar": ('"task": [', '"errand": [')}, "0 task rules"),
         ({"grammar": ("| inreceptacle(o:object, r:receptacle)", "| inreceptacle(o:object, r:location)")}, "two types"),

@@ -165,9 +165,11 @@ def test_a_local_run_is_in_the_dashboard_database(run_dir):
 
 
 def test_two_runs_in_one_process_and_a_run_resumed(run_dir):
+    kept = 0
     for update in range(2):
-        with RunLog(run_dir, "one", "proj", "offline", {}) as log:
+        with RunLog(run_dir, "one", "proj", "offline", {}, kept) as log:
             log.log({"x": update}, update)
+            kept = log.bytes_written
     assert [line["x"] for line in read_lines(run_dir)] == [0, 1]
     assert len(list((run_dir / "swanlog").glob("run-*"))) == 2
 

@@ -17,6 +17,7 @@ from train import (
     TrainSettings,
     WeightsDidNotArrive,
     WeightSync,
+    closing_lines,
     make_datum,
     make_run_dir,
     resolve_sync,
@@ -201,6 +202,13 @@ def test_update_without_advantage_is_skipped_and_leaves_the_weights_alone(
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, before, strict=True))
     metrics, _ = train_on(policy, groups, [[0.0, 1.0, 0.0, -1.0]], TrainSettings())
     assert metrics["train/tokens"] == groups[0][1].sampled_tokens + groups[0][3].sampled_tokens
+
+
+def test_closing_lines_pool_both_ends_of_a_run():
+    lines = [{"rollout/trajectories": 64, "reward/success": won / 64, "rollout/invalid_actions": 1.0} for won in range(8)]
+    first, last = closing_lines(lines).splitlines()
+    assert first.startswith("first 2 updates: 1 of 128 won (0.8%, 95 % interval 0.1% to 4.3%), 1.00 invalid")
+    assert last.startswith("last 2 updates: 13 of 128 won (10.2%, 95 % interval 6.0% to 16.6%)")
 
 
 def test_rollout_metrics_against_the_records(run, sampler, chat, pool, play_settings, starter_games):

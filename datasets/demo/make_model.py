@@ -1,44 +1,46 @@
-"""The demo model: a Qwen3-architecture policy of a few million parameters, made here in about two minutes.
+"""The demo model: a Qwen3-architecture policy of a few million parameters, warm-started on the official training games.
 
-Owns the model folder that `--preset demo` starts from: a tokenizer trained on the protocol's own texts, and weights
-that a short warm start has taught the form of a tool call and a first idea of the games.
+Owns the model folder that `--preset demo` starts from: a tokenizer made from the protocol's own texts, and weights that
+have imitated an exploring expert (`expert.py`), on its own episodes and then on the policy's (DAgger).
 
-Invariant: demonstrations are played through `environment.py` and written by `protocol.py` alone, token by token as a
-rollout writes them, and only over training games; no validation game is read. Same games, settings, thread count and
-machine: same bytes.
+Invariant: episodes are played in `environment.py`'s worlds and written by `protocol.py` alone, token by token as a
+rollout writes them, and only over training games: no validation game is ever read. Same games, settings, threads and
+machine: same bytes, also when a run is stopped and started again with the same `--work-dir`, where everything made on
+the way is kept (games' tokens, a checkpoint every few minutes).
 
-    python datasets/demo/make_model.py --data-root datasets/starter --output datasets/demo/model
-
-With the defaults the policy wins some 40 % of the starter training games at temperature 1.0 within 20 turns, most
-groups with both outcomes. Fewer renamed demonstrations (0.5) teach it those games by heart (nine in ten won), which
-leaves reinforcement learning nothing to do.
+    python datasets/demo/make_model.py --data-root datasets/alfworld --work-dir /tmp/demo    # hours on one core
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import collections
-import dataclasses
 import json
 import math
+import os
 import random
-import re
 import shutil
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from data import DataError, Game, find_games  # noqa: E402
-from environment import EnvironmentFault, EnvironmentSettings, GameError, Group, WorldPool, WorldState  # noqa: E402
-from protocol import ChatTokens, first_messages, tool_call_text, tool_result  # noqa: E402
+import numpy as np
 
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+
+from data import DataError, Game, find_games  # noqa: E402
+from environment import GameError, World, compile_game  # noqa: E402
+from episodes import CALL_OPEN, LEARN, Encoded, TurnTokens, call_tokens, demonstrations, encode  # noqa: E402
+from episodes import encode_episode, load_sequences, save_sequences, survey, tokenizer_for  # noqa: E402
+from expert import Expert, Yields  # noqa: E402
+from protocol import ChatTokens, first_messages, parse_tool_call, tool_result  # noqa: E402
+
+MAX_CALL_TOKENS = 32  # of a turn that the policy samples here
+ROWS = 24  # games that it plays side by side
 
 
 class SettingsError(ValueError):
@@ -50,305 +52,52 @@ class Settings:
     """Every setting of the script; each is a flag."""
 
     output: Path = field(default=HERE / "model", metadata={"help": "model folder to write; replaced if it is there"})
-    data_root: Path = field(
-        default=HERE.parent / "starter", metadata={"help": "folder of the games; only its training split is read"}
+    work_dir: Path = field(
+        default=HERE / "work", metadata={"help": "what is made on the way; a run started again goes on from it"}
     )
-    max_games: int = field(default=64, metadata={"help": "at most so many training games, spread over the split"})
-    episodes: int = field(default=32, metadata={"help": "demonstrations a game"})
+    data_root: Path = field(
+        default=HERE.parent / "alfworld", metadata={"help": "folder of the games; only its training split is read"}
+    )
+    max_games: int = field(default=100_000, metadata={"help": "at most so many training games, spread over the split"})
+    held_out: int = field(default=100, metadata={"help": "training games that are only measured on"})
+    episodes: int = field(default=7, metadata={"help": "demonstrations a game"})
     max_episode_steps: int = field(default=50, metadata={"help": "the longest demonstration, in actions"})
-    renamed: float = field(default=0.9, metadata={"help": "share of demonstrations with shuffled object names"})
-    detour_rate: float = field(default=0.3, metadata={"help": "share of random actions in a demonstration"})
-    vocabulary: int = field(default=1536, metadata={"help": "entries of the tokenizer"})
-    layers: int = field(default=3, metadata={"help": "transformer layers"})
-    hidden: int = field(default=192, metadata={"help": "width of the model, a multiple of 64"})
-    steps: int = field(default=300, metadata={"help": "optimizer steps of the warm start; 0 leaves random weights"})
-    batch_tokens: int = field(default=4096, metadata={"help": "tokens an optimizer step, padding included"})
-    learning_rate: float = field(default=0.02, metadata={"help": "of Muon (matrices); AdamW gets a tenth"})
+    renamed: float = field(default=0.2, metadata={"help": "share of demonstrations with shuffled object names"})
+    vocabulary: int = field(default=1984, metadata={"help": "entries of the tokenizer"})
+    layers: int = field(default=4, metadata={"help": "transformer layers"})
+    hidden: int = field(default=256, metadata={"help": "width of the model, a multiple of 64"})
+    steps: int = field(default=4400, metadata={"help": "optimizer steps on the demonstrations"})
+    rounds: int = field(default=2, metadata={"help": "DAgger rounds: the policy plays, the expert says what was right"})
+    round_games: int = field(default=400, metadata={"help": "training games the policy plays in a round"})
+    round_steps: int = field(default=700, metadata={"help": "optimizer steps after a round"})
+    batch_tokens: int = field(default=3072, metadata={"help": "tokens an optimizer step, padding included"})
+    learning_rate: float = field(default=0.02, metadata={"help": "of Muon (matrices); AdamW gets a quarter"})
     context_weight: float = field(default=0.2, metadata={"help": "loss weight of tokens the policy only reads"})
     seed: int = field(default=42, metadata={"help": "of games, demonstrations, weights and batches"})
-    threads: int = field(default=1, metadata={"help": "CPU threads; 1 is enough, and another number gives other last bits"})
+    threads: int = field(default=1, metadata={"help": "CPU threads; another number gives other last bits"})
 
     def __post_init__(self) -> None:
-        for name in ("max_games", "episodes", "max_episode_steps", "layers", "batch_tokens", "threads"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for each in fields(self):
+            lowest, value = (0 if each.name in ("rounds", "seed") else 1), getattr(self, each.name)
+            if type(each.default) is int and value < lowest:
+                raise SettingsError(f"--{each.name.replace('_', '-')} must be at least {lowest}, got {value}")
         if self.hidden < 64 or self.hidden % 64:
             raise SettingsError(f"--hidden must be a multiple of 64, got {self.hidden}")
-        if not 320 <= self.vocabulary < 2000:
-            raise SettingsError(f"--vocabulary must be at least 320 and below 2000, got {self.vocabulary}")
-        for name in ("detour_rate", "renamed"):
-            if not 0 <= getattr(self, name) <= 0.9:
-                raise SettingsError(f"--{name.replace('_', '-')} must be in [0, 0.9], got {getattr(self, name)}")
-        if self.steps < 0:
-            raise SettingsError(f"--steps must not be below 0, got {self.steps}")
+        if not 480 <= self.vocabulary < 2000:
+            raise SettingsError(f"--vocabulary must be at least 480 and below 2000, got {self.vocabulary}")
+        if not 0 <= self.renamed <= 1:
+            raise SettingsError(f"--renamed must be in [0, 1], got {self.renamed}")
+
+    @property
+    def all_steps(self) -> int:
+        return self.steps + self.rounds * self.round_steps
 
 
-# --- demonstrations -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One action, whether it is one to learn (a detour is not), and the tool result that follows (None: the end)."""
-
-    action: str
-    learn: bool
-    result: str | None
-
-
-@dataclass(frozen=True)
-class Episode:
-    """A won demonstration as protocol texts."""
-
-    messages: list[dict]
-    turns: list[Turn]
-
-
-class Walkthrough:
-    """A game's stored plan, followed from wherever the branch happens to be.
-
-    Going on with the plan needs its last place, that place open, and no wrong object in the hand.
-    """
-
-    def __init__(self, plan: Sequence[str]) -> None:
-        self.plan = list(plan)
-        self.done = 0
-        self.place: str | None = None  # where the plan stands, as in "cabinet 1"
-        self.holding: str | None = None  # what the plan holds
-
-    def next(self, state: WorldState) -> str | None:
-        """The action that goes on with the plan; None if it is used up, undone by a detour."""
-        if self.done == len(self.plan):
-            return None
-        admissible = set(state.admissible)
-        wrong = next(
-            (a for a in state.admissible if a.startswith("move ") and not a.startswith(f"move {self.holding} ")),
-            None,
-        )
-        if wrong:
-            return wrong
-        while (
-            self.done < len(self.plan) - 1
-            and self.plan[self.done].startswith("open ")
-            and "close" + self.plan[self.done][4:] in admissible
-        ):
-            self.done += 1  # a detour has opened it already
-        wanted = self.plan[self.done]
-        if wanted in admissible:
-            self.done += 1
-            if wanted.startswith("go to "):
-                self.place = wanted[len("go to ") :]
-            elif wanted.startswith("take "):
-                self.holding = wanted[len("take ") :].split(" from ")[0]
-            elif wanted.startswith("move "):
-                self.holding = None
-            return wanted
-        if wanted.startswith("go to "):  # a detour has gone there already: the command is missing from the list
-            self.done += 1
-            self.place = wanted[len("go to ") :]
-            return self.next(state)
-        if f"open {self.place}" in admissible:
-            return f"open {self.place}"
-        return f"go to {self.place}"
-
-
-class Renaming:
-    """Object types under each other's names, and each type's objects under each other's numbers.
-
-    What a game's objects are called then says nothing about where they are, so the warm start must learn to read and
-    copy names and not only to recall the few games it has. Receptacles keep their names.
-    """
-
-    def __init__(self, objects: Sequence[str], rng: random.Random) -> None:
-        types = sorted(objects)
-        self.types = dict(zip(types, rng.sample(types, len(types)), strict=True))
-        self.numbers = dict(zip("123", rng.sample("123", 3), strict=True))
-        self.pattern = re.compile(rf"\b({'|'.join(types)})\b(?: ([1-3])\b)?") if types else re.compile(r"(?!)")
-
-    def text(self, text: str) -> str:
-        return self.pattern.sub(
-            lambda found: self.types[found[1]] + (f" {self.numbers[found[2]]}" if found[2] else ""), text
-        )
-
-    def actions(self, actions: Sequence[str]) -> list[str]:
-        return sorted(self.text(action) for action in actions)
-
-
-def detour(state: WorldState, rng: random.Random) -> str:
-    """A random action, now and then one that is not admissible, so that recovery is seen."""
-    left_out = {"help", "move", "clean", "heat", "cool", "use"}
-    verbs = sorted({action.split()[0] for action in state.admissible} - left_out)
-    verb = rng.choice(verbs + ["go"] * 3)
-    action = rng.choice([a for a in state.admissible if a.split()[0] == verb] or ["look"])
-    if rng.random() < 0.2:
-        action = rng.choice(["open", "close", "go to", "examine"]) + " " + " ".join(action.split()[-2:])
-    return action
-
-
-async def demonstrate(
-    group: Group, branch: int, plan: Sequence[str], objects: Sequence[str], settings: Settings, rng: random.Random
-) -> Episode | None:
-    """Play one branch by its walkthrough, with detours; None if it was not won in time."""
-    state, walkthrough, turns = group.first, Walkthrough(plan), []
-    names = Renaming(objects if rng.random() < settings.renamed else [], rng)
-    max_steps = rng.choice((20, 30, 50))
-    rate = settings.detour_rate if rng.random() < 0.75 else 0.0
-    for step in range(1, settings.max_episode_steps + 1):
-        learn = rng.random() >= rate
-        action = walkthrough.next(state) if learn else detour(state, rng)
-        if action is None:
-            break
-        status = "executed" if action in state.admissible else "not admissible"
-        state = await group.step(branch, action)
-        action = names.text(action)
-        if state.won:
-            group.finish(branch)
-            first = first_messages(
-                names.text(group.task), names.text(group.first.observation), names.actions(group.first.admissible)
-            )
-            return Episode(first, [*turns, Turn(action, True, None)])
-        if state.done:
-            break
-        result = tool_result(step, max_steps, status, names.text(state.observation), names.actions(state.admissible))
-        turns.append(Turn(action, learn, result))
-    group.finish(branch)
-    return None
-
-
-async def play_games(pool: WorldPool, games: Sequence[Game], settings: Settings) -> list[Episode]:
-    """Won demonstrations of every game, in an order that depends on the games and the seed alone."""
-
-    plans = {game.game_id: json.loads(game.path.read_text())["walkthrough"] for game in games}
-    objects = sorted({action.split()[1] for plan in plans.values() for action in plan if action.startswith("take ")})
-
-    async def play(game: Game) -> list[Episode | None]:
-        group = await pool.open_group(game.path, settings.episodes)
-        try:
-            return await asyncio.gather(
-                *(
-                    demonstrate(
-                        group, k, plans[game.game_id], objects, settings,
-                        random.Random(f"{settings.seed}/{game.game_id}/{k}"),
-                    )
-                    for k in range(settings.episodes)
-                )
-            )
-        finally:
-            group.close()
-
-    in_flight = asyncio.Semaphore(4)
-
-    async def bounded(game: Game) -> list[Episode | None]:
-        async with in_flight:
-            return await play(game)
-
-    played = await asyncio.gather(*(bounded(game) for game in games))
-    return [episode for episodes in played for episode in episodes if episode is not None]
-
-
-# --- tokenizer ------------------------------------------------------------------------------------------------------
-
-# At most one token each: a command or the half of one that names an object (what the policy must copy is then a token
-# or two), and the phrases that every tool result is made of. Elsewhere a piece is a word, with the number after it.
-PIECES = "|".join(
-    (
-        r"(?:go to|open|close|examine|use|take|move|clean|heat|cool) [a-z]+ [0-9]+",
-        r" (?:from|to|with) [a-z]+ [0-9]+",
-        r"\n(?:Observation:|Admissible actions:\n)",
-        r" of [0-9]+: (?:executed|not admissible|malformed|won|over)",
-        r" You (?:arrive at|are in the middle of a room\. Looking quickly around you)",
-        r", you see(?: nothing\.)?|,(?: and)? a(?= )|\. (?:On|In) (?:the|it)(?= )",
-        r" ?[A-Za-z]+(?: [0-9]+)?",
-        r" ?[0-9]+",
-        r"\n+",
-        r" ?[^\sA-Za-z0-9]+",
-        r"\s",
-    )
-)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CALL_PIECES = ("<tool_call>", "</tool_call>", "<function=alfworld_step><parameter=action>", "</parameter></function>")
-
-
-def make_tokenizer(texts: Sequence[str], fixed_lines: Sequence[str], vocabulary: int):
-    """Byte-level BPE over `texts`; a line of `fixed_lines` (the same in every first prompt) is one token."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    added = [*CALL_PIECES, *fixed_lines]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(added),
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        min_frequency=2,
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    bpe.add_tokens([AddedToken(text, normalized=False) for text in added])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def fixed_lines_of(chat_text: str) -> list[str]:
-    """The lines of the system block of a rendered prompt that are long enough to be worth a token of their own."""
-    system = chat_text.partition("<|im_end|>")[0]
-    return [line for line in dict.fromkeys(system.split("\n")) if len(line) > 16]
-
-
-# --- warm start -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """One demonstration as a rollout would record it; `weights[i]` is the loss weight of predicting `tokens[i]`."""
-
-    tokens: list[int]
-    weights: list[float]
-
-
-def encode(chat: ChatTokens, episode: Episode, context_weight: float) -> Demonstration:
-    """Tokens and loss weights: 1 on the policy's own turns, `context_weight` on what it reads, 0 on detours."""
-    end_of_turn = chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    tokens = chat.first_prompt(episode.messages)
-    weights = [context_weight] * len(tokens)
-    for turn in episode.turns:
-        call = [*chat.tokenizer.encode(tool_call_text(turn.action), add_special_tokens=False), end_of_turn]
-        tokens += call
-        weights += [1.0 if turn.learn else 0.0] * len(call)
-        if turn.result is not None:
-            result = chat.extension(call, turn.result)
-            tokens += result
-            weights += [context_weight] * len(result)
-    return Demonstration(tokens, weights)
-
-
-def batches(
-    sequences: Sequence[Demonstration], batch_tokens: int, rng: random.Random
-) -> Iterator[list[Demonstration]]:
-    """Endless batches of at most `batch_tokens` tokens, padding included (or one sequence), of similar length."""
-    while True:
-        order = sorted(sequences, key=lambda sequence: len(sequence.tokens) * (1 + 0.2 * rng.random()))
-        epoch: list[list[Demonstration]] = [[]]
-        for sequence in order:
-            if epoch[-1] and (len(epoch[-1]) + 1) * max(len(s.tokens) for s in [*epoch[-1], sequence]) > batch_tokens:
-                epoch.append([])
-            epoch[-1].append(sequence)
-        rng.shuffle(epoch)
-        yield from epoch
+# --- model and training ---------------------------------------------------------------------------------------------
 
 
 def make_model(tokenizer, settings: Settings):
+    """A fresh model. Its embeddings are not tied: a tied head cannot be reloaded into a running CPU engine."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -362,7 +111,7 @@ def make_model(tokenizer, settings: Settings):
         num_key_value_heads=max(1, settings.hidden // 128),
         head_dim=64,
         max_position_embeddings=16384,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -373,61 +122,274 @@ def make_model(tokenizer, settings: Settings):
     return model
 
 
-def warm_start(model, sequences: Sequence[Demonstration], settings: Settings) -> tuple[float, int]:
-    """Next-token loss over the demonstrations: Muon for the inner matrices, AdamW for the rest, rate falling to 0.
-
-    Returns the mean loss of the policy's own tokens over the last 20 steps (nats a token) and the tokens trained on.
-    Weights stay fp32; the matrix products run in bf16 where the CPU can do them, which is twice as fast.
-    """
+def autocast():
+    """Weights stay fp32; matrix products run in bf16 where the CPU can do them, which is twice as fast."""
     import torch
 
-    bf16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    return torch.autocast("cpu", torch.bfloat16, enabled=bool(torch.cpu.get_capabilities().get("avx512_bf16")))
 
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
-    others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=settings.learning_rate, weight_decay=0.0, momentum=0.95),
-        torch.optim.AdamW(others, lr=settings.learning_rate / 4, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / 10, 1.5 * (1 - step / settings.steps))
-        )
-        for optimizer in optimizers
-    ]
-    feed = batches(sequences, settings.batch_tokens, random.Random(settings.seed))
-    pad = model.config.pad_token_id
-    model.train()
-    started, trained = time.perf_counter(), 0
-    recent = collections.deque(maxlen=20)
-    for step in range(1, settings.steps + 1):
-        batch = next(feed)
-        longest = max(len(sequence.tokens) for sequence in batch)
-        tokens_BT = torch.tensor([s.tokens + [pad] * (longest - len(s.tokens)) for s in batch])
-        weights_BT = torch.tensor([s.weights + [0.0] * (longest - len(s.weights)) for s in batch])[:, 1:]
-        # Right padding: under the causal mask no real token sees it, so no attention mask is needed.
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            logits_BTV = model(tokens_BT, use_cache=False).logits[:, :-1]
-        loss_BT = torch.nn.functional.cross_entropy(
-            logits_BTV.float().transpose(1, 2), tokens_BT[:, 1:], reduction="none"
-        )
+
+def batches(lengths: Sequence[int], batch_tokens: int, rng: random.Random) -> list[list[int]]:
+    """One pass over sequences as batches of at most `batch_tokens` tokens (or one sequence), of similar length."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i] * (1 + 0.1 * rng.random()))
+    passes: list[list[int]] = [[]]
+    for i in order:
+        longest = max(lengths[j] for j in [*passes[-1], i])
+        if passes[-1] and (len(passes[-1]) + 1) * longest > batch_tokens:
+            passes.append([])
+        passes[-1].append(i)
+    rng.shuffle(passes)
+    return passes
+
+
+def feed(sequences: Sequence[Encoded], seed: str, batch_tokens: int) -> Iterator[list[Encoded]]:
+    """Endless batches; the n-th depends on the arguments alone."""
+    rng = random.Random(seed)
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+    while True:
+        for batch in batches(lengths, batch_tokens, rng):
+            yield [sequences[i] for i in batch]
+
+
+def tensors(batch: Sequence[Encoded], settings: Settings):
+    """Tokens, targets and loss weights, padded on the right: under the causal mask no real token sees the padding."""
+    import torch
+
+    shape = len(batch), max(len(sequence.tokens_T) for sequence in batch)
+    tokens_BT, targets_BT, codes_BT = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
+    for row, sequence in enumerate(batch):
+        parts = (sequence.tokens_T, sequence.targets_T, sequence.codes_T)
+        for tensor, values in zip((tokens_BT, targets_BT, codes_BT), parts, strict=True):
+            tensor[row, : len(values)] = torch.as_tensor(np.asarray(values, dtype=np.int64))
+    weights_BT = torch.tensor([0.0, settings.context_weight, 1.0])[codes_BT]
+    return tokens_BT, targets_BT[:, 1:], weights_BT[:, 1:]
+
+
+class Training:
+    """Model, optimizers and how far they are; `save` and `load` are exact, so a resumed run goes on as if never ended.
+
+    Muon for the inner matrices, AdamW for the rest. The rate rises over 100 steps and falls to 0 over the last 30 %.
+    """
+
+    def __init__(self, model, settings: Settings) -> None:
+        import torch
+
+        self.model, self.settings, self.step, self.tokens = model, settings, 0, 0
+        named = list(model.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and "layers" in name]
+        others = [p for name, p in named if not (p.ndim == 2 and "layers" in name)]
+        rate = settings.learning_rate
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, momentum=0.95),
+            torch.optim.AdamW(others, lr=rate / 4, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.rates = [rate, rate / 4]
+
+    def learn(self, batch: Sequence[Encoded]) -> float:
+        """One optimizer step; returns the mean loss of what the policy is to say, nats a token."""
+        import torch
+
+        factor = min(1.0, (self.step + 1) / 100, (1 - self.step / self.settings.all_steps) / 0.3)
+        for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
+        tokens_BT, targets_BT, weights_BT = tensors(batch, self.settings)
+        with autocast():
+            logits_BTV = self.model(tokens_BT, use_cache=False).logits[:, :-1]
+        loss_BT = torch.nn.functional.cross_entropy(logits_BTV.float().transpose(1, 2), targets_BT, reduction="none")
         loss = (loss_BT * weights_BT).sum() / weights_BT.sum()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
             optimizer.step()
-            schedule.step()
             optimizer.zero_grad()
-        trained += sum(len(sequence.tokens) for sequence in batch)
-        recent.append(loss_BT[weights_BT == 1.0].mean().item())
-        if step % 20 == 0 or step == settings.steps:
-            print(
-                f"  step {step} of {settings.steps}: loss {sum(recent) / len(recent):.3f} a token of the policy's own, "
-                f"{trained / (time.perf_counter() - started):,.0f} tokens/s",
-                flush=True,
+        self.step += 1
+        self.tokens += sum(len(sequence.tokens_T) for sequence in batch)
+        return loss_BT[weights_BT == 1.0].mean().item()
+
+    def save(self, path: Path) -> None:
+        import torch
+
+        partial = path.with_suffix(".partial")
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        torch.save([self.model.state_dict(), states, self.step, self.tokens], partial)
+        os.replace(partial, path)
+
+    def load(self, path: Path) -> None:
+        import torch
+
+        weights, states, self.step, self.tokens = torch.load(path, weights_only=True)
+        self.model.load_state_dict(weights)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def action_accuracy(model, sequences: Sequence[Encoded], tokenizer, settings: Settings) -> dict[str, tuple[int, int]]:
+    """verb -> (whole actions that are the likeliest at every token, all), teacher-forced; "all" sums up."""
+    import torch
+
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    opening = tokenizer.convert_tokens_to_ids(CALL_OPEN)
+    for batch in batches([len(s.tokens_T) for s in sequences], settings.batch_tokens, random.Random(0)):
+        chosen = [sequences[i] for i in batch]
+        tokens_BT, targets_BT, weights_BT = tensors(chosen, settings)
+        with torch.no_grad(), autocast():
+            right_BT = (model(tokens_BT, use_cache=False).logits[:, :-1].argmax(-1) == targets_BT).numpy()
+        for row, sequence in enumerate(chosen):
+            learned = np.flatnonzero(np.asarray(sequence.codes_T) == LEARN)
+            for run in np.split(learned, np.flatnonzero(np.diff(learned) > 1) + 1):
+                if sequence.targets_T[run[0]] == opening:
+                    verb = tokenizer.decode(sequence.targets_T[run[1:]]).split()[0]
+                    for name in (verb, "all"):
+                        counts[name][0] += bool(right_BT[row, run - 1].all())
+                        counts[name][1] += 1
+    return {verb: tuple(counts[verb]) for verb in sorted(counts)}
+
+
+# --- playing --------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """A model's keys and values for rows (texts) that grow at their own pace, in plain torch."""
+
+    def __init__(self, model, rows: int) -> None:
+        self.model, self.lengths = model, [0] * rows
+        self.kept: list = []  # a tensor [2, rows, heads, tokens, head size] for each layer
+
+    def read(self, new: Sequence[Sequence[int]]):
+        """Append new[row] to each row (nothing for some); returns the logits after each row's last new token."""
+        import torch
+        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+        body, config = self.model.model, self.model.config
+        rows, longest = len(new), max(map(len, new))
+        tokens_BT = torch.tensor([[*each, *[0] * (longest - len(each))] for each in new])
+        positions_BT = torch.tensor(self.lengths)[:, None] + torch.arange(longest)
+        room = int(positions_BT.max()) + 1
+        # Row b may look at its own past; what padding leaves behind lies after that and is overwritten in time.
+        mask_B1TS = (torch.arange(room)[None, None] <= positions_BT[:, :, None])[:, None]
+        hidden_BTD = body.embed_tokens(tokens_BT)
+        angles = body.rotary_emb(hidden_BTD, positions_BT)
+        row_index = torch.arange(rows)[:, None]
+        for number, layer in enumerate(body.layers):
+            attention = layer.self_attn
+            normed_BTD = layer.input_layernorm(hidden_BTD)
+            heads = (rows, longest, -1, config.head_dim)
+            queries = attention.q_norm(attention.q_proj(normed_BTD).view(heads)).transpose(1, 2)
+            keys = attention.k_norm(attention.k_proj(normed_BTD).view(heads)).transpose(1, 2)
+            values = attention.v_proj(normed_BTD).view(heads).transpose(1, 2)
+            queries, keys = apply_rotary_pos_emb(queries, keys, *angles)
+            if number == len(self.kept):
+                self.kept.append(torch.zeros(2, rows, config.num_key_value_heads, 0, config.head_dim))
+            if self.kept[number].shape[3] < room:
+                grown = torch.zeros(2, rows, config.num_key_value_heads, room + 512, config.head_dim)
+                grown[:, :, :, : self.kept[number].shape[3]] = self.kept[number]
+                self.kept[number] = grown
+            self.kept[number][0, row_index, :, positions_BT] = keys.transpose(1, 2)
+            self.kept[number][1, row_index, :, positions_BT] = values.transpose(1, 2)
+            past_keys, past_values = self.kept[number][:, :, :, :room]
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                queries, past_keys, past_values, attn_mask=mask_B1TS, enable_gqa=True
             )
-    model.eval()
-    return sum(recent) / len(recent), trained
+            hidden_BTD = hidden_BTD + attention.o_proj(mixed.transpose(1, 2).reshape(rows, longest, -1))
+            hidden_BTD = hidden_BTD + layer.mlp(layer.post_attention_layernorm(hidden_BTD))
+        last = torch.tensor([max(len(each) - 1, 0) for each in new])
+        self.lengths = [length + len(each) for length, each in zip(self.lengths, new, strict=True)]
+        return self.model.lm_head(body.norm(hidden_BTD[torch.arange(rows), last]))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.lengths = [self.lengths[row] for row in rows]
+        self.kept = [layer[:, list(rows)] for layer in self.kept]
+
+
+@dataclass
+class Player:
+    """One game that the policy plays, and the expert that looks on."""
+
+    world: World
+    expert: Expert
+    prompt: list[int]
+    state: int
+    reply: tuple
+    turns: list[TurnTokens] = field(default_factory=list)
+    invalid: int = 0
+
+
+def play_batch(
+    model, chat: ChatTokens, games: Sequence[Game], yields: Yields, temperature: float, seed: int, max_steps: int
+) -> list[Player]:
+    """The policy plays each game once, in lockstep, as a rollout does."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    players = []
+    for game in games:
+        world = World(compile_game(game.path))
+        state, reply = world.start()
+        expert = Expert(world.task, yields)
+        expert.see(reply[0], reply[1])
+        prompt = chat.first_prompt(first_messages(world.task, reply[0], reply[1]))
+        players.append(Player(world, expert, prompt, state, reply))
+    finished, cache, new = list(players), Cache(model, len(players)), [player.prompt for player in players]
+    while players:
+        logits_BV = cache.read(new)
+        calls: list[list[int]] = [[] for _ in players]
+        open_ = set(range(len(players)))
+        while open_:
+            if temperature:
+                chances_BV = torch.softmax(logits_BV.float() / temperature, -1)
+                picks = torch.multinomial(chances_BV, 1, generator=generator)[:, 0].tolist()
+            else:
+                picks = logits_BV.argmax(-1).tolist()
+            for row in list(open_):
+                calls[row].append(picks[row])
+                if picks[row] in chat.stop_token_ids or len(calls[row]) == MAX_CALL_TOKENS:
+                    open_.discard(row)
+            if open_:  # the last token of a call is read together with what follows it
+                logits_BV = cache.read([[calls[row][-1]] if row in open_ else [] for row in range(len(players))])
+        going, new = [], []
+        for row, (player, call) in enumerate(zip(players, calls, strict=True)):
+            result = take_turn(chat, player, call, max_steps)
+            if result is not None:
+                going.append(row)
+                new.append([call[-1], *chat.extension(call, result)])
+        if len(going) < len(players):
+            cache.keep(going)
+            players = [players[row] for row in going]
+    return finished
+
+
+def take_turn(chat: ChatTokens, player: Player, call: list[int], max_steps: int) -> str | None:
+    """Carry out a sampled call; returns its tool result, None if the game ended."""
+    parsed = parse_tool_call(chat.completion_text(call))
+    right = call_tokens(chat, player.expert.action())
+    step, before = len(player.turns) + 1, player.reply[1]
+    if parsed.action is None:
+        status = "malformed"
+        observation = f"No action was taken: {parsed.error}. Call alfworld_step exactly once, at the end of your turn."
+    else:
+        status = "executed" if parsed.action in before else "not admissible"
+        player.state, player.reply = player.world.step(player.state, player.reply, parsed.action)
+        observation = player.reply[0]
+    player.invalid += status != "executed"
+    player.expert.see(observation, player.reply[1])
+    ended = player.reply[4] or step == max_steps
+    result = None if ended else tool_result(step, max_steps, status, observation, player.reply[1])
+    player.turns.append((call, right, result))
+    return result
+
+
+def play(
+    model, chat: ChatTokens, games: Sequence[Game], yields: Yields, temperature: float, settings: Settings, seed: int
+) -> list[Player]:
+    """The policy plays each game once (greedily at temperature 0), `ROWS` at a time."""
+    import torch
+
+    players = []
+    with torch.no_grad():
+        for start in range(0, len(games), ROWS):
+            batch = games[start : start + ROWS]
+            players += play_batch(model, chat, batch, yields, temperature, seed + start, settings.max_episode_steps)
+    return players
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
@@ -440,84 +402,173 @@ def spread(games: Sequence[Game], count: int) -> list[Game]:
     return [games[i * len(games) // count] for i in range(count)]
 
 
-def texts_of(episodes: Sequence[Episode]) -> Iterator[str]:
-    for episode in episodes:
-        for message in episode.messages:
-            yield f"{message['role']}\n{message['content']}\n"
-        for turn in episode.turns:
-            yield turn.action
-            yield f"assistant\ntool\n{turn.result}\n"
-
-
-def card(settings: Settings, games: Sequence[Game], parameters: int, episodes: int, loss: float, trained: int) -> str:
+def card(settings: Settings, games: int, parameters: int, tokens: int, measured: Sequence[str]) -> str:
     """README.md of the model folder."""
     table = "\n".join(
         f"{f.name.replace('_', '-')}: {getattr(settings, f.name)}"
-        for f in dataclasses.fields(settings)
-        if f.name not in ("output", "data_root")
+        for f in fields(settings)
+        if f.name not in ("output", "data_root", "work_dir")
     )
     return f"""# Demo policy
 
-A Qwen3-architecture model of {parameters:,} parameters: random weights, then a short warm start. Next-token loss on
-{episodes:,} won demonstrations of the {len(games)} training games below; {trained:,} tokens with repeats; loss at the end
-{loss:.3f} nats a token of the policy's own. It knows these games a little and nothing else: its use is to be trained on.
-A demonstration follows the walkthrough of its game, with random detours, which are not learned; in a part of them the
-objects go under other names.
-Its tokenizer was trained on the texts of the same demonstrations.
+A Qwen3-architecture model of {parameters:,} parameters: random weights, then imitation of an expert that explores
+and goes by the texts alone (`datasets/demo/expert.py`). Next-token loss over {tokens:,} tokens of ALFWorld episodes
+in {games:,} training games: the expert's own with random detours, then the policy's own ({settings.rounds} rounds),
+where the expert says what would have been right. No validation game was read. It speaks this project's protocol and
+nothing else: its use is to be trained on.
+
+Measured on {settings.held_out} training games that it was not trained on, in {settings.max_episode_steps} steps:
+
+{chr(10).join(f"- {line}" for line in measured)}
 
 Made by `datasets/demo/make_model.py` with
 
 ```
 {table}
 ```
-
-## Training games
-
-{chr(10).join(f"- {game.game_id}" for game in games)}
 """
+
+
+class Say:
+    """Prints with the time since the start."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.started:6.0f} s] {text}", flush=True)
+
+
+def claim(settings: Settings) -> None:
+    """Make the work folder ours. Raises SettingsError if it holds what other settings have made."""
+    names = [f.name for f in fields(settings) if f.name not in ("output", "work_dir")]
+    made_by = {name: str(getattr(settings, name)) for name in names}
+    path = settings.work_dir / "settings.json"
+    if path.exists():
+        other = json.loads(path.read_text())
+        for name, value in made_by.items():
+            if other.get(name) != value:
+                raise SettingsError(
+                    f"--work-dir {settings.work_dir} was begun with --{name.replace('_', '-')} {other.get(name)}, "
+                    f"not {value}: give the same settings to go on, or an empty folder"
+                )
+    settings.work_dir.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made_by, indent=1))
+
+
+def warm_start(
+    model, chat: ChatTokens, learned: Sequence[Game], held: Sequence[Game], yields: Yields, settings: Settings, say: Say
+) -> Training:
+    """Train on the demonstrations, then, a round at a time, also on what the policy has played by then."""
+    training, work = Training(model, settings), settings.work_dir
+    checkpoint = work / "checkpoint.pt"
+    if checkpoint.exists():
+        training.load(checkpoint)
+        say(f"going on from step {training.step}")
+    shown, watched = load_sequences(work / "demonstrations.npz"), load_sequences(work / "held_out.npz")
+    pool, last, saved = shown, 0, time.perf_counter()
+    rng = random.Random(f"{settings.seed}/pool")
+    for number in range(settings.rounds + 1):
+        first, last = last, settings.steps + number * settings.round_steps
+        if number:
+            path = work / f"round-{number}.npz"
+            if not path.exists():
+                drawn = random.Random(f"{settings.seed}/{number}")
+                games = drawn.sample(learned, min(settings.round_games, len(learned)))
+                players = play(model, chat, games, yields, 1.0, settings, settings.seed + number)
+                save_sequences(path, [encode(chat, player.prompt, player.turns) for player in players])
+                say(f"round {number}: {won(players)}")
+            played = [each for n in range(1, number + 1) for each in load_sequences(work / f"round-{n}.npz")]
+            count = len(shown) * sum(len(s.tokens_T) for s in played) // sum(len(s.tokens_T) for s in shown)
+            pool = [*played, *rng.sample(shown, min(len(shown), count + 1))]  # half and half
+        source = feed(pool, f"{settings.seed}/{number}", settings.batch_tokens)
+        for _ in range(first, min(training.step, last)):
+            next(source)
+        losses, started, tokens = [], time.perf_counter(), training.tokens
+        while training.step < last:
+            losses.append(training.learn(next(source)))
+            if training.step % 100 == 0 or training.step == last:
+                rate = (training.tokens - tokens) / (time.perf_counter() - started)
+                say(
+                    f"step {training.step} of {settings.all_steps}: loss {np.mean(losses[-100:]):.3f} a token of the "
+                    f"policy's own, {training.tokens:,} tokens, {rate:,.0f}/s"
+                )
+            if training.step % 500 == 0 or training.step == last:
+                counts = action_accuracy(model, watched, chat.tokenizer, settings)
+                say("right actions, held out: " + ", ".join(f"{v} {a / b:.3f}" for v, (a, b) in counts.items()))
+            if training.step == last or time.perf_counter() - saved > 180:
+                training.save(checkpoint)
+                saved = time.perf_counter()
+                if training.step == last:
+                    players = play(model, chat, held, yields, 1.0, settings, settings.seed)
+                    say(f"held-out games at temperature 1.0: {won(players)}")
+    return training
+
+
+def won(players: Sequence[Player]) -> str:
+    """The score of finished players in words."""
+    wins = sum(player.reply[3] for player in players)
+    turns = sum(len(player.turns) for player in players) / len(players)
+    invalid = sum(player.invalid for player in players) / len(players)
+    return f"{wins} of {len(players)} won, {turns:.1f} turns and {invalid:.1f} invalid actions a game"
 
 
 def make_folder(settings: Settings) -> None:
     """Play, train, and put the finished folder in place of `settings.output`.
 
-    Raises DataError, GameError or EnvironmentFault when the games cannot be played.
+    Raises DataError or GameError when the games cannot be played.
     """
-    started = time.perf_counter()
-
-    def say(text: str) -> None:
-        print(f"[{time.perf_counter() - started:5.1f} s] {text}", flush=True)
-
+    say = Say()
     games = spread(find_games(settings.data_root, "train"), settings.max_games)
-    say(f"making the demo model from {len(games)} training games of {settings.data_root}")
-    with WorldPool(EnvironmentSettings()) as pool:
-        episodes = asyncio.run(play_games(pool, games, settings))
-    say(f"{len(episodes)} of {len(games) * settings.episodes} demonstrations won")
+    if len(games) <= settings.held_out:
+        raise SettingsError(f"--held-out is {settings.held_out}, but there are only {len(games)} training games")
+    claim(settings)
+    held_ids = {game.game_id for game in random.Random(settings.seed).sample(games, settings.held_out)}
+    held = [game for game in games if game.game_id in held_ids]
+    learned = [game for game in games if game.game_id not in held_ids]
+    yields, places, kinds = survey(learned)
+    say(f"{len(learned)} training games of {settings.data_root} to learn from, {len(held)} to measure on")
 
     import torch
+    from transformers import AutoTokenizer
 
     torch.set_num_threads(settings.threads)
-    bare = make_tokenizer([], [], 320)
-    system_block = bare.decode(ChatTokens(bare).first_prompt(episodes[0].messages))
-    tokenizer = make_tokenizer(list(texts_of(episodes)), fixed_lines_of(system_block), settings.vocabulary)
-    chat = ChatTokens(tokenizer)
-    sequences = [encode(chat, episode, settings.context_weight) for episode in episodes]
-    say(
-        f"tokenizer of {len(tokenizer)} entries; {sum(len(s.tokens) for s in sequences):,} tokens, the longest "
-        f"demonstration {max(len(s.tokens) for s in sequences):,}"
-    )
-    model = make_model(tokenizer, settings)
-    say(f"model of {model.num_parameters():,} parameters; {settings.steps} steps of warm start")
-    loss, trained = warm_start(model, sequences, settings) if settings.steps else (math.nan, 0)
+    work, folder = settings.work_dir, settings.work_dir / "tokenizer"
+    common = {"yields": yields, "kinds": kinds, "max_steps": settings.max_episode_steps, "seed": settings.seed}
+    if not folder.exists():
+        sample = list(demonstrations(learned, 1, renamed=settings.renamed, detours=True, **common))
+        partial = work / "tokenizer.partial"
+        tokenizer_for(sample, places, settings.vocabulary).save_pretrained(partial)
+        partial.rename(folder)
+    chat = ChatTokens(AutoTokenizer.from_pretrained(folder))
+    for name, of, episodes, how in (
+        ("held_out", held, 1, {"renamed": 0.0, "detours": False}),
+        ("demonstrations", learned, settings.episodes, {"renamed": settings.renamed, "detours": True}),
+    ):
+        if not (work / f"{name}.npz").exists():
+            made = [encode_episode(chat, each) for each in demonstrations(of, episodes, **how, **common)]
+            if not made:
+                raise SettingsError(f"no demonstration was won within --max-episode-steps {settings.max_episode_steps}")
+            save_sequences(work / f"{name}.npz", made)
+            lengths = [len(each.tokens_T) for each in made]
+            say(f"{name}: {len(made):,} episodes won, {sum(lengths):,} tokens, the longest {max(lengths):,}")
+    model = make_model(chat.tokenizer, settings)
+    say(f"model of {model.num_parameters():,} parameters, tokenizer of {len(chat.tokenizer)} entries")
+    training = warm_start(model, chat, learned, held, yields, settings, say)
+    measured = []
+    for temperature in (1.0, 0.0):
+        players = play(model, chat, held, yields, temperature, settings, settings.seed)
+        measured.append(f"temperature {temperature}: {won(players)}")
+        say(f"held-out games, {measured[-1]}")
 
     output = settings.output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
-        tokenizer.save_pretrained(temporary)
+        chat.tokenizer.save_pretrained(temporary)
         model.to(torch.bfloat16).save_pretrained(temporary)
-        (temporary / "README.md").write_text(
-            card(settings, games, model.num_parameters(), len(episodes), loss, trained), encoding="utf-8"
-        )
+        text = card(settings, len(learned), model.num_parameters(), training.tokens, measured)
+        (temporary / "README.md").write_text(text, encoding="utf-8")
         if output.exists():
             shutil.rmtree(output)
         temporary.chmod(0o755)  # mkdtemp and safetensors write for the owner alone
@@ -533,15 +584,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Make the demo model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    for setting in dataclasses.fields(Settings):
-        kind = Path if isinstance(setting.default, Path) else type(setting.default)
+    for setting in fields(Settings):
+        kind_ = Path if isinstance(setting.default, Path) else type(setting.default)
         parser.add_argument(
-            "--" + setting.name.replace("_", "-"), type=kind, default=setting.default, **setting.metadata
+            "--" + setting.name.replace("_", "-"), type=kind_, default=setting.default, **setting.metadata
         )
-    given = vars(parser.parse_args(arguments))
     try:
-        make_folder(Settings(**given))
-    except (SettingsError, DataError, GameError, EnvironmentFault) as error:
+        make_folder(Settings(**vars(parser.parse_args(arguments))))
+    except (SettingsError, DataError, GameError) as error:
         sys.exit(f"error: {error}")
 
 
