@@ -81,6 +81,7 @@ class EvalSettings:
     output: str = flag("", "JSONL file to write; eval_results/<run name>.jsonl if empty")
     overwrite_output: bool = flag(False, "replace an existing output file, and an unfinished one")
     resume_output: bool = flag(False, "go on with an evaluation that was cut off: its finished games are not played again")
+    texts: bool = flag(True, "write what was said, too; without it a line is a game's outcome, and quotes no game")
     run_name: str = flag("", "name of the evaluation; base or <training run>-update-<n> if empty")
     swanlab_project: str = flag(TrainSettings.swanlab_project, "SwanLab project")
     swanlab_mode: str = flag("disabled", "online, local, offline or disabled")
@@ -414,10 +415,15 @@ async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: Enviro
         compared = {name: header[name] for name in (*RECORDED_SETTINGS, "dtype")}
         summary = {"type": "summary"} | about | {"settings": compared} | working.so_far
         summary["splits"] = {split: summarize(chosen) for split, chosen in by_split.items()}
+        if not settings.texts:
+            records = [{name: record[name] for name in record if name not in TEXTS} for record in records]
         write_output(output, [*records, summary])
         working.path.unlink()
     report(summary, settings, play)
     print(f"Wrote {output}")
+
+
+TEXTS = ("task", "messages", "turns")
 
 
 async def play_games(

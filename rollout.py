@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -156,8 +155,6 @@ def run_with_settings(
                     "(a small model and the starter games), or --base-model with a model that a CPU can run. On a "
                     "machine with a GPU: uv sync --extra gpu"
                 )
-        if any(getattr(s, "base_model", None) == DEMO_MODEL for s in settings):
-            make_demo_model()
         asyncio.run(stoppable(run(*settings)))
     except Stopped as stopped:
         sys.exit(128 + stopped.args[0])
@@ -178,7 +175,8 @@ def explain(error: Exception) -> str | None:
     text = first_line(error)
     if type(error).__module__ in PROJECT_MODULES or isinstance(error, FloatingPointError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    full = os.strerror(errno.ENOSPC) in text  # safetensors has it in its words only
+    if full or isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full ({text}): make room, or choose another --runs-dir; what was saved before is intact"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"not allowed to write ({text}): choose another folder; what was saved before is intact"
@@ -232,13 +230,6 @@ async def uninterrupted(work: Awaitable, meanwhile: asyncio.Task | None = None):
         if not task.cancelled() and task.exception():
             raise task.exception() from None
         raise
-
-
-def make_demo_model() -> None:
-    """Make the demo model if it is not there yet."""
-    if not Path(DEMO_MODEL).exists():
-        print(f"Making the demo model in {DEMO_MODEL} (once, a few minutes)", flush=True)
-        subprocess.run([sys.executable, Path(DEMO_MODEL).parent / "make_model.py", "--output", DEMO_MODEL], check=True)
 
 
 # --- pure functions -------------------------------------------------------------------------------------------------
@@ -435,10 +426,10 @@ class Sampler:
 
     def __init__(
         self, engine, settings: RolloutSettings, stop_token_ids: list[int], counts: TokenCounts, seeded: bool,
-        sockets: tempfile.TemporaryDirectory,
+        files: tempfile.TemporaryDirectory,
     ) -> None:  # fmt: skip
         self._engine = engine
-        self._sockets = sockets
+        self._files = files
         self._settings = settings
         self._seeded = seeded
         self._stop_token_ids = stop_token_ids
@@ -479,7 +470,7 @@ class Sampler:
 
             def log_engine_initialized(self) -> None: ...
 
-        cuda = torch.cuda.is_available()
+        cuda, hybrid = torch.cuda.is_available(), is_hybrid(settings.base_model)
         options = {
             "model": settings.base_model,
             "dtype": engine_dtype(settings),
@@ -497,6 +488,10 @@ class Sampler:
             "use_tqdm_on_load": False,
             "worker_extension_cls": f"{EngineWorker.__module__}.{EngineWorker.__name__}",
         }
+        if hybrid:
+            # Blocks of a recurrent model are large (528 tokens in Qwen3.5-4B): matching finer, and keeping the state at
+            # the end of each prompt, halves the prompt tokens that are computed again. It must divide the block.
+            options["prefix_match_unit"] = 16 if cuda else 32
         if lora_rank:
             from vllm.config.lora import MaxLoRARanks
 
@@ -518,13 +513,13 @@ class Sampler:
                 # A seeded request whose prefill is split over steps crashes the CPU engine: never split one.
                 "max_num_batched_tokens": max(32_768, settings.max_trajectory_tokens),
             }
-            if not is_hybrid(settings.base_model):
+            if not hybrid:
                 options["enable_chunked_prefill"] = False
                 options["block_size"] = 32  # the smallest the CPU kernels like: fewest prompt tokens computed twice
         arguments = AsyncEngineArgs(**(options | engine_options))
-        # The engine leaves its sockets lying about: give it a folder that goes with it.
-        sockets = tempfile.TemporaryDirectory(prefix="engine-")
-        os.environ["VLLM_RPC_BASE_PATH"] = os.environ["ENGINE_SOCKETS"] = sockets.name
+        # The engine leaves sockets and files lying about: give it a folder that goes with it.
+        files = tempfile.TemporaryDirectory(prefix="engine-")
+        os.environ["VLLM_RPC_BASE_PATH"] = os.environ["ENGINE_FILES"] = files.name
         # In a thread, as the policy's work is: the loop stays free for the environment's workers.
         starting = asyncio.ensure_future(
             asyncio.to_thread(AsyncLLM.from_engine_args, arguments, stat_loggers=[CountTokens])
@@ -536,10 +531,10 @@ class Sampler:
                 process.kill()
             with contextlib.suppress(Exception):
                 (await starting).shutdown()
-            sockets.cleanup()
+            files.cleanup()
             raise
         except RuntimeError as error:
-            sockets.cleanup()
+            files.cleanup()
             raise RolloutError(
                 f"the engine did not start: {first_line(error)} Its own message is above. If it is out of memory: "
                 "lower --engine-memory-share (GPU) or --engine-cache-gb (CPU), --max-trajectory-tokens, "
@@ -547,8 +542,8 @@ class Sampler:
             ) from error
         # Caching a recurrent state splits prefills at block ends, and a seeded request with a split prefill crashes the
         # CPU engine: hybrids sample without request seeds there. On CUDA every request is seeded.
-        seeded = cuda or not is_hybrid(settings.base_model)
-        return cls(engine, settings, stop_token_ids, counts, seeded, sockets)
+        seeded = cuda or not hybrid
+        return cls(engine, settings, stop_token_ids, counts, seeded, files)
 
     @property
     def counts(self) -> TokenCounts:
@@ -637,7 +632,7 @@ class Sampler:
     def close(self) -> None:
         """End the engine and its processes."""
         self._engine.shutdown()
-        self._sockets.cleanup()
+        self._files.cleanup()
 
 
 @contextlib.contextmanager
@@ -668,12 +663,14 @@ def _settle_engine_process() -> None:
 
     os.setpgid(0, 0)  # Ctrl-C goes to every process of the terminal's group
     parent = os.getppid()
+    if "ENGINE_FILES" in os.environ:
+        tempfile.tempdir = os.environ["ENGINE_FILES"]
 
     def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        if sockets := os.environ.get("ENGINE_SOCKETS"):
-            shutil.rmtree(sockets, ignore_errors=True)
+        if "ENGINE_FILES" in os.environ:
+            shutil.rmtree(os.environ["ENGINE_FILES"], ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()

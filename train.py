@@ -1350,7 +1350,10 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
                 await asyncio.wait([ahead])
             latest = run_dir / "checkpoints" / f"update-{progress.update:04d}"
             if progress.update and not latest.exists() and policy.whole:
-                save()
+                try:
+                    save()
+                except (OSError, SafetensorError) as second:  # the disk, most likely, which the first error is about too
+                    print(f"update {progress.update} could not be saved: {first_line(second)}", flush=True)
             print(f"To go on: uv run python train.py --resume {run_dir}", flush=True)
             raise
 

@@ -88,7 +88,7 @@ def warm_model(tmp_path_factory):
     """A demo model in small (0.5 M parameters, seconds of warm start): it writes tool calls, and some fit the game."""
     folder = tmp_path_factory.mktemp("models") / "warm"
     small = (
-        "--max-games 8 --held-out 2 --episodes 3 --steps 90 --rounds 0 --batch-tokens 2048 --hidden 128 --layers 2 "
+        "--max-games 8 --held-out 2 --episodes 3 --steps 90 --batch-tokens 2048 --hidden 128 --layers 2 "
         "--vocabulary 900 --threads 1"
     ).split()
     script = ROOT / "datasets" / "demo" / "make_model.py"

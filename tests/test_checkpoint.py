@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import train
@@ -411,6 +412,7 @@ def test_settings_come_from_the_run_and_flags_win(saved):
     ("error", "text"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
         (MemoryError(), "out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "out of memory"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "--head-chunk"),

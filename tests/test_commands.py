@@ -98,7 +98,7 @@ def test_checkpoint_and_base_are_evaluated_and_drawn(trained, warm_model, capsys
     common = ("--base-model", warm_model, "--data-root", STARTER, "--limit-per-split", 3, "--max-episode-steps", 6,
               "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24)  # fmt: skip
     base = run_command("eval.py", *common, "--games-per-batch", 1, cwd=home)
-    tuned = run_command("eval.py", *common, "--model-path", "runs/one/checkpoints/update-0002/sampler", cwd=home)
+    tuned = run_command("eval.py", *common, "--model-path", "runs/one/checkpoints/update-0002/sampler", "--no-texts", cwd=home)
     assert "Wrote eval_results/base.jsonl" in base and "Wrote eval_results/one-update-0002.jsonl" in tuned
     files = {}
     for name, update in (("base", 0), ("one-update-0002", 2)):
@@ -110,7 +110,9 @@ def test_checkpoint_and_base_are_evaluated_and_drawn(trained, warm_model, capsys
         files[name] = records
     assert [r["game_id"] for r in files["base"]] == [r["game_id"] for r in files["one-update-0002"]]
     # a learning rate of 1e-3 is a large one: the new weights play another game
-    assert [r["turns"] for r in files["base"]] != [r["turns"] for r in files["one-update-0002"]]
+    assert [r["mean_logprob"] for r in files["base"]] != [r["mean_logprob"] for r in files["one-update-0002"]]
+    texts = {"task", "messages", "turns"}
+    assert texts < files["base"][0].keys() and files["base"][0].keys() - texts == files["one-update-0002"][0].keys()
     analyse(["--result-dir", str(home / "eval_results"), "--output", str(home / "images")])
     assert (home / "images" / "checkpoints.png").stat().st_size > 10_000
     assert "McNemar" in capsys.readouterr().out

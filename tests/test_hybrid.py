@@ -58,7 +58,7 @@ def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(r
     policy = Policy(hybrid_model, lora_rank=8, device="cpu", dtype=torch.bfloat16)
     assert policy.vision_language
     base, counts = talk(run, sampler, chat, 0)
-    assert counts.computed < counts.prompt
+    assert counts.computed < 1.15 * len(base.tokens_T) < 0.25 * counts.prompt  # every token about once
     assert gaps(policy, base).mean() < 0.02
     sync = WeightSync(policy, sampler, "adapter", "bfloat16")
     generator = torch.Generator().manual_seed(3)
