@@ -683,7 +683,7 @@ DEMO_PRESET = {
     "base_model": DEMO_MODEL,
     "data_root": DEMO_DATA,
     "max_train_games": 8,
-    "max_steps": 10,
+    "max_steps": 25,
     "max_episode_steps": 20,
     "max_trajectory_tokens": 8_000,
     "max_assistant_tokens": 32,
