@@ -520,6 +520,7 @@ class Sampler:
         # The engine leaves sockets and files lying about: give it a folder that goes with it.
         files = tempfile.TemporaryDirectory(prefix="engine-")
         os.environ["VLLM_RPC_BASE_PATH"] = os.environ["ENGINE_FILES"] = files.name
+        os.environ["ENGINE_RUN"] = str(os.getpid())
         # In a thread, as the policy's work is: the loop stays free for the environment's workers.
         starting = asyncio.ensure_future(
             asyncio.to_thread(AsyncLLM.from_engine_args, arguments, stat_loggers=[CountTokens])
@@ -662,15 +663,15 @@ def _settle_engine_process() -> None:
     import torch
 
     os.setpgid(0, 0)  # Ctrl-C goes to every process of the terminal's group
-    parent = os.getppid()
-    if "ENGINE_FILES" in os.environ:
-        tempfile.tempdir = os.environ["ENGINE_FILES"]
+    tempfile.tempdir = os.environ["ENGINE_FILES"]
+    parent, run = os.getppid(), int(os.environ["ENGINE_RUN"])
+    # The run is the parent or its parent, or it was killed before we came to look.
+    grandparent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
 
     def end_with_parent() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and run in (parent, grandparent):
             time.sleep(0.5)
-        if "ENGINE_FILES" in os.environ:
-            shutil.rmtree(os.environ["ENGINE_FILES"], ignore_errors=True)
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
@@ -678,7 +679,8 @@ def _settle_engine_process() -> None:
 
 
 # A spawned process runs the parent's script first, as __mp_main__ and before it knows that it has a parent.
-if sys.modules.get("__mp_main__") is not sys.modules["__main__"] or multiprocessing.parent_process() is not None:
+_spawned = sys.modules.get("__mp_main__") is not sys.modules["__main__"] or multiprocessing.parent_process() is not None
+if _spawned and "ENGINE_RUN" in os.environ:
     _settle_engine_process()
 
 
