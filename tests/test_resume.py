@@ -136,7 +136,7 @@ def test_stopped_killed_and_resumed_is_the_unbroken_run(unbroken, warm_model, tm
 @pytest.mark.slow
 def test_killed_at_twenty_instants_is_the_unbroken_run(warm_model, tmp_path_factory):
     """Half an hour. Instants: any, in the middle of a save, of a weight sync, of writing records, of the start."""
-    updates, kills = 8, 20
+    updates, kills = 60, 20
     reference, home = tmp_path_factory.mktemp("reference"), tmp_path_factory.mktemp("killed")
     command = Command(reference, *settings(warm_model, updates), "--save-every", 1)
     assert command.end(600) == 0, command.output[-3000:]
@@ -161,22 +161,18 @@ def test_killed_at_twenty_instants_is_the_unbroken_run(warm_model, tmp_path_fact
             wait = rng.uniform(1, 25)
             command.wait_for(lambda: time.monotonic() > started + wait)
         else:
-            known = len(metrics_of(home)) if (run / "metrics.jsonl").exists() else 0
             command.wait_for(lambda: "agree to" in command.output)
             if kind == "any":
                 wait = time.monotonic() + rng.uniform(0, 3)
                 command.wait_for(lambda: time.monotonic() > wait)
             else:
                 command.wait_for({"save": in_save, "sync": in_sync, "records": in_records}[kind])
-        if command.process.poll() is not None:
-            assert command.process.returncode == 0, command.output[-3000:]
-            break  # eight updates are done: the rest of the kills had nothing to hit
+        assert command.process.poll() is None, command.output[-3000:]  # updates enough that every kill hits something
         command.signal(signal.SIGKILL)
         struck.append(kind)
         print(f"kill {len(struck)} ({kind}) after {time.monotonic() - started:.1f} s", flush=True)
-    if command.process.returncode != 0:
-        command = Command(home, "train.py", "--resume", "auto", "--run-name", "one")
-        assert command.end(900) == 0, command.output[-3000:]
+    command = Command(home, "train.py", "--resume", "auto", "--run-name", "one")
+    assert command.end(900) == 0, command.output[-3000:]
     print(f"killed {len(struck)} times: { {kind: struck.count(kind) for kind in struck} }")
     assert_same_run(home, reference, updates)
 
