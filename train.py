@@ -1033,9 +1033,9 @@ def _damage(folder: Path) -> str | None:
 
 def _read_progress(path: Path) -> Progress:
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = json_object(read_file(path))
         progress = Progress(**{f.name: about[f.name] for f in fields(Progress)})
-    except (KeyError, TypeError, RecursionError, ValueError) as error:
+    except (KeyError, ValueError, OSError) as error:
         raise CheckpointError(f"{path} does not say where a run stands: {type(error).__name__} {error}") from error
     kinds = {"int": int, "str": str, "dict": dict}
     for f in fields(Progress):
@@ -1096,12 +1096,12 @@ def resumed_settings(args: argparse.Namespace) -> dict:
     else:
         path = run_dir / "settings.json"
         try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            saved = json_object(read_file(path))
+        except (ValueError, OSError) as error:
             raise CheckpointError(f"{path} is damaged: {error}; start a new run") from error
     known = {f.name: f for cls in (TrainSettings, RolloutSettings, EnvironmentSettings) for f in fields(cls)}
     for name, f in known.items():
-        value = saved.get(name) if isinstance(saved, dict) else None
+        value = saved.get(name)
         if type(value) is not type(f.default) and not (type(value) is int and type(f.default) is float):
             raise CheckpointError(f"{path}: the setting {name} is {str(value)[:40]!r}; start a new run")
     return {name: saved[name] for name in known}

@@ -91,6 +91,7 @@ def test_no_process_and_no_shared_memory_is_left_behind(trained):
     child.communicate(b"\n")
     assert processes_of(trained[0]) == []
     assert {name for name in os.listdir("/dev/shm") if name.startswith("sampler-weights-")} <= trained[2]
+    assert (trained[0] / "runs/one").exists() and not (trained[0] / "runs/one/sampler-weights").exists()
 
 
 def test_checkpoint_and_base_are_evaluated_and_drawn(trained, warm_model, capsys):
