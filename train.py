@@ -509,16 +509,24 @@ class Policy:
 # processes changes rounding and nothing else.
 
 
-def join_trainers() -> int:
-    """Join the processes that torchrun started, if it did; returns this one's rank."""
+@contextlib.contextmanager
+def joined_trainers() -> Iterator[int]:
+    """The processes that torchrun started, if it did, as one group; yields this one's rank and leaves the group at the end."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0
+        yield 0
+        return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # The others wait as long as a rollout takes. Orders and data go over gloo, gradients on GPUs over nccl.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(days=1))
-    return dist.get_rank()
+    try:
+        yield dist.get_rank()
+    finally:
+        if dist.get_rank() == 0:
+            with contextlib.suppress(RuntimeError):  # a follower that failed listens no more
+                _order("end")
+        dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
 
 
 def deal(data: Sequence[TrainingDatum], hands: int) -> list[list[int]]:
@@ -1221,10 +1229,12 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
     Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
     finished, and what was learned is saved.
     """
-    rank = join_trainers()
-    if rank:
-        await asyncio.to_thread(lambda: follow(make_policy(settings, play)))
-        return
+    with joined_trainers() as rank:
+        await (asyncio.to_thread(lambda: follow(make_policy(settings, play))) if rank else lead(settings, play, worlds))
+
+
+async def lead(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
+    """The run itself, in process 0."""
     if settings.resume:
         run_dir, checkpoint = find_run(settings.resume, settings.runs_dir, settings.run_name)
     else:
@@ -1261,7 +1271,6 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
         sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0)
         stack.callback(sampler.close)
         policy = await uninterrupted(asyncio.to_thread(make_policy, settings, play))
-        stack.callback(_order, "end")
         sync = WeightSync(policy, sampler, way, dtype, run_dir / "sampler-weights")
         stack.callback(sync.close)
         probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]

@@ -16,23 +16,22 @@ import json, sys, torch, train
 from pathlib import Path
 base, out = sys.argv[1:]
 data = torch.load(out + "/data.pt", weights_only=False)
-rank = train.join_trainers()
-policy = train.Policy(base, lora_rank=4, learning_rate=1e-2, device="cpu", seed=3 + rank)  # 3 is process 0's
-if rank:
-    train.follow(policy)
-else:
-    train.same_everywhere(policy)
-    try:
-        metrics = []
-        for number in (5, 5, 1):  # in the last update one process has nothing to do
-            tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
-            metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
-            metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
-            metrics[-1]["norm"] = train.step_all(policy, 1.0)
-        print(json.dumps(metrics))
-    except FloatingPointError as error:
-        print("failed:", error)
-    train._order("end")
+with train.joined_trainers() as rank:
+    policy = train.Policy(base, lora_rank=4, learning_rate=1e-2, device="cpu", seed=3 + rank)  # 3 is process 0's
+    if rank:
+        train.follow(policy)
+    else:
+        train.same_everywhere(policy)
+        try:
+            metrics = []
+            for number in (5, 5, 1):  # in the last update one process has nothing to do
+                tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
+                metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
+                metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
+                metrics[-1]["norm"] = train.step_all(policy, 1.0)
+            print(json.dumps(metrics))
+        except FloatingPointError as error:
+            print("failed:", error)
 torch.save([p.detach() for p in policy.parameters], out + f"/weights-{rank}.pt")
 torch.save([v for s in policy.optimizer.state.values() for v in s.values()], out + f"/adam-{rank}.pt")
 """
