@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import copy
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -42,6 +43,7 @@ from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_di
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from tqdm import tqdm, trange
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -244,6 +246,16 @@ LORA_TARGETS = {"qwen3": _DENSE_LINEARS, "qwen3_5_text": _DENSE_LINEARS + _GATED
 # rate, about the same at any rank ("LoRA Without Regret", Schulman et al. 2025); at the recipe's rank 32 it is 1.
 LORA_ALPHA = 32
 
+# A layer's activations are computed again in backward, all but what its attention kernel returned: small to keep, and
+# with long trajectories the dearest to compute (a seventh of the update at 6,000 tokens). A hybrid has few such layers, and
+# watching for them costs it more than they save.
+_KEPT_OPS = [
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
 _TEXT_LAYERS = "base_model.model.model.layers."
 _ENGINE_LAYERS = "base_model.model.model.language_model.layers."
 
@@ -358,7 +370,10 @@ class Policy:
         model, self.vision_language = load_base(base_model, dtype if lora_rank else torch.float32)
         self._autocast = torch.autocast(self.device.type, dtype, enabled=not lora_rank and dtype != torch.float32)
         model.config.use_cache = False
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute: dict[str, Any] = {"use_reentrant": False}
+        if "linear_attention" not in (getattr(model.config, "layer_types", None) or ()):
+            recompute["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPS)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recompute)
         self.model = model if not lora_rank else self._with_adapter(model, lora_rank, seed)
         self.model.to(self.device).train()  # training mode is what makes the layers recompute
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -37,7 +37,7 @@ class Command:
     def output(self):
         return self.log.read_text()
 
-    def wait_for(self, happened, seconds=300):
+    def wait_for(self, happened, seconds=600):
         """Wait until `happened()`; False if the command has ended before."""
         end = time.monotonic() + seconds
         while not happened():
