@@ -79,7 +79,10 @@ class RolloutSettings:
     top_p: float = flag(1.0, "nucleus sampling threshold; training needs 1.0")
     seed: int = flag(42, "seed of game order, sampling and adapter initialisation")
     dtype: str = flag("auto", "auto, float32 or bfloat16; auto is bfloat16 on CUDA and float32 on a CPU")
-    engine_memory_share: float = flag(0.45, "share of the GPU that the sampling engine takes (CUDA only)", fixed=False)
+    engine_memory_share: float = flag(
+        0.0, "share of the GPU that the sampling engine takes (CUDA only); 0 is what train.py --plan says, 0.9 in eval.py",
+        fixed=False,
+    )  # fmt: skip
     engine_cache_gb: float = flag(2.0, "key-value cache of the sampling engine in GiB (CPU only)", fixed=False)
     max_concurrent_requests: int = flag(64, "requests the sampling engine works on at the same time", fixed=False)
 
@@ -89,7 +92,7 @@ class RolloutSettings:
         require(math.isfinite(self.temperature) and self.temperature > 0, "temperature", self.temperature, "above 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         require(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16")
-        require(0 < self.engine_memory_share < 1, "engine_memory_share", self.engine_memory_share, "between 0 and 1")
+        require(0 <= self.engine_memory_share < 1, "engine_memory_share", self.engine_memory_share, "between 0 and 1")
         require(self.engine_cache_gb > 0, "engine_cache_gb", self.engine_cache_gb, "above 0")
 
 
@@ -146,7 +149,7 @@ def run_with_settings(
             settings = build_settings(args, defaults or presets[args.preset or "recipe"], *settings_classes)
         except ValueError as error:
             raise SettingsError(str(error)) from error
-        if args.preset is None and not hasattr(args, "base_model") and not defaults:
+        if args.preset is None and not hasattr(args, "base_model") and not hasattr(args, "plan") and not defaults:
             import torch
 
             if not torch.cuda.is_available():
@@ -505,7 +508,7 @@ class Sampler:
                 "lora_dtype": "auto",  # the model's own
             }
         if cuda:
-            options["gpu_memory_utilization"] = settings.engine_memory_share
+            options["gpu_memory_utilization"] = settings.engine_memory_share or 0.9
         else:
             options |= {
                 "enforce_eager": True,  # compiling costs half a minute a start and gains little on a CPU
@@ -629,6 +632,26 @@ class Sampler:
         if not dropped:
             raise RolloutError("the engine could not drop its prefix cache: requests were still running during a reload")
         self.policy_version = f"update-{version}"
+
+    async def drop_adapter(self) -> None:
+        """Sample with the base again."""
+        with _engine_alive():
+            await self._engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter, self.policy_version = None, "base"
+
+    async def adapters(self) -> list[int]:
+        """Ids of the adapters that the engine holds."""
+        with _engine_alive():
+            return sorted(await self._engine.list_loras())
+
+    async def sleep(self) -> None:
+        """Give up the GPU's memory until `wake`: weights wait in host memory, the prefix cache is dropped."""
+        with _engine_alive():
+            await self._engine.sleep(level=1)  # level 2 would drop the weights
+
+    async def wake(self) -> None:
+        with _engine_alive():
+            await self._engine.wake_up()
 
     def close(self) -> None:
         """End the engine and its processes."""

@@ -23,18 +23,19 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import tempfile
 import threading
 import time
 from concurrent.futures import Future
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ from rollout import (
     flag,
     gather_or_cancel,
     load_chat_tokens,
+    load_model_config,
     play_group,
     playable_games,
     require,
@@ -256,6 +258,11 @@ _KEPT_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
 
+
+def keeps_attention(config) -> bool:
+    return "linear_attention" not in layer_kinds(config)
+
+
 _TEXT_LAYERS = "base_model.model.model.layers."
 _ENGINE_LAYERS = "base_model.model.model.language_model.layers."
 
@@ -371,7 +378,7 @@ class Policy:
         self._autocast = torch.autocast(self.device.type, dtype, enabled=not lora_rank and dtype != torch.float32)
         model.config.use_cache = False
         recompute: dict[str, Any] = {"use_reentrant": False}
-        if "linear_attention" not in (getattr(model.config, "layer_types", None) or ()):
+        if keeps_attention(model.config):
             recompute["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPS)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recompute)
         self.model = model if not lora_rank else self._with_adapter(model, lora_rank, seed)
@@ -415,6 +422,12 @@ class Policy:
         hidden_AD = output.last_hidden_state[0, positions_A.to(self.device)].to(self._head.weight.dtype)
         return token_logprobs(hidden_AD, self._head.weight, self._head.bias, datum.targets_T[positions_A].to(self.device),
                               temperature or self.temperature, self.head_chunk)
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities (temperature 1) of tokens[1:], as `Sampler.score` gives the engine's."""
+        datum = make_datum(tokens, [(1, len(tokens))], [[0.0] * (len(tokens) - 1)], 0.0, "a text to score")
+        return self.logprobs(datum, temperature=1.0)[0].tolist()
 
     def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
         """Add the gradient of one trajectory's summed loss; FloatingPointError before that if it is not finite.
@@ -483,6 +496,25 @@ class Policy:
         if not self.lora_rank:
             return self._trained
         return any(p.any().item() for name, p in self.model.named_parameters() if "lora_B" in name)
+
+    @contextlib.contextmanager
+    def random_adapter(self, scale: float = 0.02) -> Iterator[None]:
+        """Within it the adapter's B is random, so that every module it changes shows; then it is what it was."""
+        generator = torch.Generator().manual_seed(1)
+        weights = [parameter for name, parameter in self.model.named_parameters() if "lora_B" in name]
+        kept = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.data.copy_(scale * torch.randn(weight.shape, generator=generator))
+        yield
+        for weight, before in zip(weights, kept):
+            weight.data.copy_(before)
+
+    def move(self, device: torch.device) -> None:
+        """Take the weights and Adam's moments to another device."""
+        self.device = device
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            state |= {name: value.to(device) for name, value in state.items() if name != "step"}
 
     def load_adapter(self, folder: str | Path) -> None:
         """Replace the adapter's weights by saved ones (either layout); the optimizer's state stays as it is.
@@ -673,6 +705,10 @@ class TrainSettings:
     )  # fmt: skip
     runs_dir: str = flag("runs", "folder in which runs are written", fixed=False)
     run_name: str = flag("", "name of the run and its folder; date and time if empty", fixed=False)
+    plan: str = flag(
+        "", "print what engine and trainer take on this GPU, or on one of so many GiB, and end", fixed=False, nargs="?",
+        const="here", metavar="GIB",
+    )  # fmt: skip
     swanlab_project: str = flag("alfworld-grpo", "SwanLab project", fixed=False)
     swanlab_mode: str = flag("local", "online, local, offline or disabled", fixed=False)
 
@@ -691,6 +727,7 @@ class TrainSettings:
             0 <= self.ppo_clip_low < 1 < self.ppo_clip_high,
             "ppo_clip_low", f"{self.ppo_clip_low} (with --ppo-clip-high {self.ppo_clip_high})", "below 1, and --ppo-clip-high above 1",
         )  # fmt: skip
+        require(bool(re.fullmatch(r"|here|\d+(\.\d+)?", self.plan)), "plan", self.plan, "a size in GiB, as in --plan 80, or nothing")
         require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
         require(self.lora_rank > 0 or self.weight_sync != "adapter", "weight_sync", "adapter", "merged with --lora-rank 0")
         require(
@@ -713,6 +750,374 @@ DEMO_PRESET = {
     "learning_rate": 1e-3,
     "swanlab_mode": "disabled",
 }
+
+
+# --- memory plan ----------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+FP32 = 4  # bytes
+DELTA_CHUNK = 64  # tokens a chunk of the gated delta rule, in transformers and in flash-linear-attention
+
+# Observed, not computed. tests/gpu_check.py measures the first two on the card at hand.
+CUDA_CONTEXT = GIB // 2  # a process: 0.4 GiB (pytorch issue 109888) and cuBLAS workspaces
+ALLOCATOR_SLACK = 0.1  # of what an update adds: blocks that torch's allocator holds and that nothing fits into
+CUDA_GRAPHS = int(1.1 * GIB)  # 1.62 GiB for 86 graphs of a Qwen3.5 (vllm pull request 39559): 30 here, twice with LoRA
+ENGINE_ASLEEP = int(1.2 * GIB)  # stays on the card at sleep level 1: 1.19 GiB with Qwen3-4B (vllm issue 28714)
+USABLE_SHARE = 0.95  # of the card: the rest is the driver's and what nobody thought of
+ENGINE_STEP_TOKENS = 2048  # most tokens of one engine step, unless asked for (vllm 0.32, SchedulerConfig)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What trainer and engine take on one card, and how they share it; sizes in bytes.
+
+    Layouts, in order of preference. together: both stay on the card. sleep: the engine sleeps (vLLM's level 1: weights
+    and adapter in host memory, cache dropped) while the trainer works. turns: and the trainer's weights and moments are
+    in host memory while the engine plays.
+    """
+
+    card: int
+    tokens: int  # of the longest trajectory
+    concurrent: int  # trajectories sampled at the same time, as asked for
+    lora_rank: int
+    head_chunk: int
+    trainer: dict[str, int]  # by part
+    trainer_resident: int  # between updates
+    trainer_peak: int  # within an update
+    engine: dict[str, int]  # by part, without the cache
+    engine_fixed: int  # their sum
+    cache_of_trajectory: int  # of the longest: attention blocks and recurrent states
+    layouts: dict[str, int]  # longest trajectories whose cache fits, by layout; -1: the trainer's peak does not fit
+    layout: str  # the first that has room for `concurrent` ones, else the roomiest
+    cache: int
+    engine_memory_share: float  # of the card, for vLLM
+    host: int  # host memory for those who leave the card
+    advice: tuple[str, ...] = ()  # flags to change, with values; where it does not fit, each alone would do
+
+    @property
+    def fits(self) -> bool:
+        return self.layouts[self.layout] >= 1
+
+
+def layer_kinds(config) -> list[str]:
+    """full_attention or linear_attention (Gated DeltaNet), by layer of a text model's config."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+
+
+class WeightCounts(NamedTuple):
+    """How many numbers there are in a text model (a tied head counts once), in a LoRA adapter of rank 1, and in the
+    largest matrix that an adapter changes."""
+
+    model: int
+    adapter: int
+    largest: int
+
+
+def count_weights(config) -> WeightCounts:
+    """Counted in the model itself, which is built without memory. An adapter has rank * (in + out) numbers a matrix."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    targets = LORA_TARGETS.get(config.model_type)
+    adapted = [
+        module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+        and (targets is None or name.rpartition(".")[2] in targets)
+    ]  # fmt: skip
+    return WeightCounts(
+        model=sum(parameter.numel() for parameter in model.parameters()),
+        adapter=sum(sum(weight.shape) for weight in adapted),
+        largest=max(weight.numel() for weight in adapted),
+    )
+
+
+def attention_bytes_a_token(config, width: int, lora_rank: int) -> int:
+    """What an attention keeps for backward, apart from the layer's input and its norm. See layer_bytes_a_token.
+
+    The kernel keeps no tokens x tokens matrix: q, k, v and the output only.
+    """
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    gated = config.model_type.startswith("qwen3_5")  # q carries a gate: its copy, its sigmoid, gate times output
+    if width == FP32:  # q before and after rotation, the output; k before and after, v; all of q's projection if gated
+        of_norm = 0 if lora_rank else 1  # the normalised q and k, for the gradient of the norms' weights
+        return width * ((3 + of_norm + 4 * gated) * queries + (3 + of_norm) * keys)
+    if lora_rank:  # in fp32 what goes into the q and k norms, and the output for its adapter
+        return (2 * FP32 + (2 + 2 * gated) * width) * queries + (FP32 + 2 * width) * keys
+    return (FP32 + 3 * width) * (queries + keys) + gated * (FP32 + 2 * width) * queries
+
+
+def kept_attention_bytes_a_token(config, width: int) -> int:
+    """What all layers' attention kernels returned (output and, in fp32, its log-sum-exp), which is kept for backward."""
+    if keeps_attention(config):
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_hidden_layers * config.num_attention_heads * (head * width + FP32)
+    return 0
+
+
+def delta_bytes_a_token(config, width: int, fused: bool) -> tuple[int, int]:
+    """As attention_bytes_a_token, of a Gated DeltaNet; and what else it holds while it computes and the MLP holds nothing.
+
+    transformers' torch code does all in fp32: 8 tensors like its keys, 3 like its values, 5 chunk x chunk matrices and
+    the state after every chunk. flash-linear-attention 0.6 keeps q, k, v and one matrix, in the weights' format; its
+    backward makes 5 more like keys, 4 like values and the states twice (read from its source, measured on no GPU).
+    """
+    heads, state = config.linear_num_value_heads, config.linear_key_head_dim * config.linear_value_head_dim
+    keys, values = heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+    mixed = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values  # q, k and v before the convolution
+    # The convolution's two ends; the gated norm's input, gate and its silu, the output in fp32, and a product.
+    kept = 2 * width * mixed + (4 * FP32 + width) * values
+    if fused:
+        kept += width * (2 * keys + values + heads * DELTA_CHUNK)
+        return kept, width * (5 * keys + 4 * values + 2 * heads * state // DELTA_CHUNK)
+    kept += FP32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + heads * state // DELTA_CHUNK)
+    return kept, width * (mixed + 2 * keys + 2 * values) + 2 * FP32 * config.hidden_size
+
+
+def layer_bytes_a_token(config, kind: str, width: int, lora_rank: int, fused: bool) -> int:
+    """Peak of one decoder layer that is computed again and gone back through, without its input, in bytes a token.
+
+    Counted tensor by tensor from what is alive then in transformers' Qwen3 and Qwen3.5 with peft's LoRA; held against
+    measured peaks by tests/test_plan.py. `width`: bytes of an activation. Where it is 2, a LoRA is fp32 all the same:
+    each adapted matrix keeps a copy of its input in fp32, as each norm does. Without LoRA the weights are fp32 under
+    autocast: each matrix keeps a copy in bf16, and the residual stream is fp32.
+    """
+    D, I = config.hidden_size, config.intermediate_size
+    readers = (4 if kind == "linear_attention" else 3) + 2  # matrices that read a norm's output; two are the MLP's
+    if width == FP32:  # both norms' outputs, the residual, a gradient; without LoRA also the norms' normalised inputs
+        stream, mlp = (4 if lora_rank else 6) * width * D, 6 * width * I  # gate, silu, up, product, two gradients
+    elif lora_rank:  # the norms' inputs, the adapters' inputs, a gradient in fp32; four more in bf16
+        stream = (2 + readers + 1) * FP32 * D + 4 * width * D
+        mlp = (3 * width + 2 * FP32) * I  # gate, silu, up; an adapter's product and its scaled copy
+    else:
+        stream, mlp = readers * width * D + 4 * FP32 * D, 6 * width * I
+    if kind == "linear_attention":
+        mixer, alone = delta_bytes_a_token(config, width, fused)
+    else:
+        mixer, alone = attention_bytes_a_token(config, width, lora_rank), 0
+    return stream + mixer + max(mlp, alone)
+
+
+def trainer_memory(config, counts: WeightCounts, *, tokens: int, head_chunk: int, lora_rank: int, width: int,
+                   fused: bool = False, merged: bool = False) -> tuple[dict[str, int], int, int]:
+    """The trainer by part, what stays between updates, and the peak of an update, in bytes; one trajectory a micro-batch.
+
+    Weights, adapter (always fp32) and Adam's two moments stay. An update adds gradients and the largest of its phases:
+    what forward keeps (a hidden state a layer a token, what attention returned) with either the head chunk (two fp32 [head_chunk, vocabulary] buffers, and the hidden
+    states of all tokens in and out) or one layer that is computed again; Adam's square roots; fp32 copies of one matrix
+    if weights go to the engine merged (an adapter goes by way of host memory).
+    """
+    adapter = lora_rank * counts.adapter
+    trained = adapter if lora_rank else counts.model
+    stream_width = width if lora_rank else FP32
+    layer = max(layer_bytes_a_token(config, kind, width, lora_rank, fused) for kind in set(layer_kinds(config)))
+    head_gradient = 0 if lora_rank else FP32 * config.vocab_size * config.hidden_size
+    parts = {
+        "weights": counts.model * (width if lora_rank else FP32),
+        "adapter": FP32 * adapter,
+        "Adam's moments": 2 * FP32 * trained,
+        "gradients": FP32 * trained,
+        "a hidden state a layer a token": stream_width * config.hidden_size * config.num_hidden_layers * tokens,
+        "what attention returned": kept_attention_bytes_a_token(config, width) * tokens,
+        "one layer, computed again": layer * tokens + (0 if lora_rank else FP32 * counts.largest),
+        "head chunk": 2 * FP32 * head_chunk * config.vocab_size
+        + (2 * FP32 + 3 * width) * config.hidden_size * tokens + head_gradient,
+        "Adam's step": FP32 * trained,
+        "copy for the engine": 3 * FP32 * counts.largest if merged else 0,
+    }  # fmt: skip
+    resident = parts["weights"] + parts["adapter"] + parts["Adam's moments"]
+    kept = parts["a hidden state a layer a token"] + parts["what attention returned"]
+    backward = kept + max(parts["one layer, computed again"], parts["head chunk"])
+    return parts, resident, resident + max(
+        parts["gradients"] + max(backward, parts["Adam's step"]), parts["copy for the engine"]
+    )  # fmt: skip
+
+
+def cache_shape(config, width: int, kernel_block: int = 16) -> tuple[int, int, int, int]:
+    """How vLLM cuts its cache: tokens a block, bytes a block, blocks that so many tokens take, states of a sequence.
+
+    A block is the keys and values of some tokens in a group of attention layers, or one recurrent state of a group of
+    Gated-DeltaNet layers. Both must be equally large, so the attention's block grows until it is (528 tokens in
+    Qwen3.5-4B); a group has as many layers as the rarer kind. A running sequence has two states a group: the
+    one it started from and the one it makes. The convolution's state is in the weights' format, the recurrent one in
+    the config's mamba_ssm_dtype. kernel_block: the attention kernel's, 16 on CUDA, 128 on a CPU.
+    Source: vllm 0.32, Platform._align_hybrid_block_size, _get_kv_cache_groups_uniform_page_size and MambaSpec.
+    """
+    kinds = layer_kinds(config)
+    attention, recurrent = kinds.count("full_attention"), kinds.count("linear_attention")
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layer_token = 2 * config.num_key_value_heads * head * width
+    if not recurrent:
+        return kernel_block, kernel_block * layer_token * attention, 1, 0
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    mixed = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+    state_width = getattr(torch, getattr(config, "mamba_ssm_dtype", None) or "float32").itemsize
+    state = (config.linear_conv_kernel_dim - 1) * mixed * width + values * config.linear_key_head_dim * state_width
+    block = kernel_block * math.ceil(state / (kernel_block * layer_token))
+    fewer, more = sorted((attention, recurrent))
+    layers = more if more < 1.5 * fewer else fewer
+    return block, layers * block * layer_token, math.ceil(attention / layers), 2 * math.ceil(recurrent / layers)
+
+
+def cache_of_trajectory(config, width: int, tokens: int, kernel_block: int = 16) -> int:
+    """Bytes of the engine's cache that a sequence of so many tokens takes while it runs."""
+    block, block_bytes, groups, states = cache_shape(config, width, kernel_block)
+    return block_bytes * (groups * math.ceil(tokens / block) + states)
+
+
+def engine_memory(config, counts: WeightCounts, *, lora_rank: int, concurrent: int, width: int,
+                  scored_tokens: int) -> dict[str, int]:
+    """The engine by part, without its cache, in bytes.
+
+    The slots of one adapter are in the weights' format. A step holds three tensors of the MLP and four hidden states
+    for each of its tokens, or logits and log-probabilities of all sequences; a scored text (see WeightSync) those of its
+    tokens, which vLLM's profiling run does not see.
+    """
+    step = ENGINE_STEP_TOKENS * width * (3 * config.intermediate_size + 4 * config.hidden_size)
+    return {
+        "weights": counts.model * width,
+        "LoRA slots": lora_rank * counts.adapter * width,
+        "activations": max(step, 3 * FP32 * concurrent * config.vocab_size),
+        "CUDA graphs": CUDA_GRAPHS,
+        "scoring a text": 3 * FP32 * scored_tokens * config.vocab_size,
+        "CUDA context": CUDA_CONTEXT,
+    }
+
+
+OUTSIDE_ENGINE_SHARE = ("scoring a text", "CUDA context")  # not counted by vLLM against gpu_memory_utilization
+
+
+def plan_memory(config, *, card: int, tokens: int = 12_000, concurrent: int = 64, lora_rank: int = 32,
+                head_chunk: int = 256, width: int = 2, fused: bool = False, merged: bool = False,
+                scored_tokens: int = 256, apart: bool = True) -> MemoryPlan:
+    """Share a card of `card` bytes between trainer and engine, for a text model's config; `advice` says what to change.
+
+    `fused`: flash-linear-attention is there. `merged`: weights go to the engine merged, not as an adapter. `apart`:
+    they may take turns (not with --max-staleness, which has both at work at the same time).
+    """
+    asked = {"tokens": tokens, "concurrent": concurrent, "lora_rank": lora_rank, "head_chunk": head_chunk}
+    same = {"card": card, "width": width, "fused": fused, "merged": merged, "scored_tokens": scored_tokens,
+            "apart": apart}  # fmt: skip
+    counts = count_weights(config)
+
+    def plan_with(**changed) -> MemoryPlan:
+        return share_card(config, counts, **asked | changed, **same)
+
+    plan = plan_with()
+    room = plan.layouts[plan.layout]
+    if room >= concurrent:
+        return plan
+    if plan.fits:
+        return replace(plan, advice=(f"--max-concurrent-requests {room} (asked for: {concurrent})",))
+    lower = {
+        "tokens": ("--max-trajectory-tokens", range((tokens - 1) // 500 * 500, 0, -500)),
+        "head_chunk": ("--head-chunk", [chunk for chunk in (128, 64) if chunk < head_chunk]),
+        "lora_rank": ("--lora-rank", [rank for rank in (32, 16, 8) if rank < (lora_rank or math.inf)]),
+    }
+    advice = []
+    for name, (flag_name, values) in lower.items():
+        value = next((value for value in values if plan_with(**{name: value}).fits), None)
+        if value is not None:
+            advice.append(f"{flag_name} {value} (asked for: {asked[name]})")
+    return replace(plan, advice=tuple(advice) or ("a larger card or a smaller model: no single flag makes it fit",))
+
+
+def share_card(config, counts: WeightCounts, *, card: int, tokens: int, concurrent: int, lora_rank: int,
+               head_chunk: int, width: int, fused: bool, merged: bool, scored_tokens: int, apart: bool) -> MemoryPlan:
+    """The plan without advice.
+
+    With less cache than `concurrent` of the longest trajectories take, some wait, or lose their history to others and
+    compute it again: slower, not wrong. So a layout with room for all is preferred, and else the roomiest.
+    """
+    parts, resident, peak = trainer_memory(config, counts, tokens=tokens, head_chunk=head_chunk, lora_rank=lora_rank,
+                                           width=width, fused=fused, merged=merged)
+    slack = int(ALLOCATOR_SLACK * (peak - resident))
+    parts = parts | {"held by the allocator": slack, "CUDA context": CUDA_CONTEXT}
+    resident, peak = resident + CUDA_CONTEXT, peak + slack + CUDA_CONTEXT
+    engine = engine_memory(config, counts, lora_rank=0 if merged else lora_rank, concurrent=concurrent, width=width,
+                           scored_tokens=scored_tokens)
+    fixed, one = sum(engine.values()), cache_of_trajectory(config, width, tokens)
+    usable = int(USABLE_SHARE * card)
+
+    beside_engine = {"together": peak, "sleep": resident, "turns": CUDA_CONTEXT}  # the trainer's, in play
+    beside_trainer = {"together": fixed, "sleep": ENGINE_ASLEEP, "turns": ENGINE_ASLEEP}  # the engine's, in training
+    caches = {
+        layout: usable - beside_engine[layout] - fixed if peak + beside_trainer[layout] <= usable else -1
+        for layout in beside_engine
+        if apart or layout == "together"
+    }
+    layouts = {layout: cache // one if cache >= 0 else -1 for layout, cache in caches.items()}
+    layout = next((name for name, room in layouts.items() if room >= concurrent), max(layouts, key=layouts.get))
+    cache = max(caches[layout], 0)
+    in_share = fixed - sum(engine[name] for name in OUTSIDE_ENGINE_SHARE) + cache
+    asleep = engine["weights"] + engine["LoRA slots"]
+    return MemoryPlan(
+        card=card, tokens=tokens, concurrent=concurrent, lora_rank=lora_rank, head_chunk=head_chunk,
+        trainer=parts, trainer_resident=resident, trainer_peak=peak, engine=engine, engine_fixed=fixed,
+        cache_of_trajectory=one, layouts=layouts, layout=layout, cache=cache,
+        engine_memory_share=math.floor(100 * in_share / card) / 100,
+        host={"together": 0, "sleep": asleep, "turns": asleep + resident - CUDA_CONTEXT}[layout],
+    )  # fmt: skip
+
+
+def render_plan(plan: MemoryPlan) -> str:
+    """The plan as a table in GiB, and what follows from it."""
+    def line(name: str, size: int) -> str:
+        return f"  {name:<40}{size / GIB:8.2f}"
+
+    meaning = {
+        "together": "both stay on the card",
+        "sleep": "the engine sleeps while the trainer works",
+        "turns": "the engine sleeps while the trainer works, the trainer waits in host memory while the engine plays",
+    }
+    room = [f"{name} {'no' if count < 0 else count}" for name, count in plan.layouts.items()]
+    lines = [
+        f"memory in GiB: card {plan.card / GIB:.0f}, {plan.tokens:,} tokens a trajectory, LoRA rank {plan.lora_rank}, "
+        f"head chunk {plan.head_chunk}",
+        "trainer",
+        *(line(name, size) for name, size in plan.trainer.items() if size),
+        line("= between updates", plan.trainer_resident),
+        line("= peak of an update", plan.trainer_peak),
+        "engine",
+        *(line(name, size) for name, size in plan.engine.items() if size),
+        line("= without its cache", plan.engine_fixed),
+        line("cache of one trajectory", plan.cache_of_trajectory),
+        f"trajectories whose cache fits, of {plan.concurrent}: {', '.join(room)}",
+    ]
+    if plan.fits:
+        lines += [
+            f"layout: {plan.layout} ({meaning[plan.layout]}); cache {plan.cache / GIB:.1f}, "
+            f"--engine-memory-share {plan.engine_memory_share:.2f}"
+            + (f", host memory {plan.host / GIB:.1f}" if plan.host else ""),
+            *(f"change: {text}" for text in plan.advice),
+        ]  # fmt: skip
+    else:
+        lines += ["it does not fit; what would make it fit, each alone:", *(f"  {text}" for text in plan.advice)]
+    return "\n".join(lines)
+
+
+def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
+    """The plan of a run: for the size that `--plan` names, else for this process's GPU. SettingsError if there is none."""
+    if settings.plan in ("", "here"):
+        if not torch.cuda.is_available():
+            raise SettingsError("--plan: there is no GPU here; give the size of one in GiB, as in --plan 80")
+        card = torch.cuda.mem_get_info()[1]
+    else:
+        card = int(float(settings.plan) * GIB)
+    dtype = torch.float32 if play.dtype == "float32" else torch.bfloat16
+    way = resolve_sync(settings.weight_sync, str(dtype).removeprefix("torch."), settings.lora_rank)
+    return plan_memory(
+        load_model_config(play.base_model), card=card, tokens=play.max_trajectory_tokens,
+        concurrent=min(play.max_concurrent_requests, settings.games_per_batch * settings.group_size),
+        lora_rank=settings.lora_rank, head_chunk=settings.head_chunk, width=dtype.itemsize,
+        fused=importlib.util.find_spec("fla") is not None, merged=way == "merged", scored_tokens=PROBE_TOKENS,
+        apart=not settings.max_staleness,
+    )  # fmt: skip
+
+
+def require_fit(plan: MemoryPlan) -> None:
+    if not plan.fits:
+        raise SettingsError(f"the run does not fit on this GPU.\n{render_plan(plan)}")
 
 
 # --- weight sync --------------------------------------------------------------------------------------------------
@@ -785,6 +1190,34 @@ def _largest_gap(scores: Sequence[float], others: Sequence[float]) -> float:
     return max(abs(score - other) for score, other in zip(scores, others, strict=True))
 
 
+MAX_REHEARSAL_GAP = 0.5  # of the effect of a random adapter; noise of bf16 is a tenth, a missing kind of module about 1
+
+
+class SharedCard:
+    """A GPU that trainer and engine share as `MemoryPlan` says: it gives the card to the trainer while that works."""
+
+    def __init__(self, layout: str, sampler: Sampler) -> None:
+        self._layout, self._sampler = layout, sampler
+        self.policy: Policy | None = None
+
+    @contextlib.asynccontextmanager
+    async def trainers_turn(self) -> AsyncIterator[None]:
+        """Within it the engine sleeps, unless both have room. After an error it sleeps on: that ends the run."""
+        if self._layout == "together":
+            yield
+            return
+        await self._sampler.sleep()
+        if self._layout == "turns" and self.policy:
+            await asyncio.to_thread(self.policy.move, self._device)
+        yield
+        if self._layout == "turns" and self.policy:
+            self._device = self.policy.device
+            await asyncio.to_thread(self.policy.move, torch.device("cpu"))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        await self._sampler.wake()
+
+
 class WeightsDidNotArrive(RuntimeError):
     """The engine samples with other weights than the trainer sent it."""
 
@@ -794,12 +1227,36 @@ def resolve_sync(way: str, engine_dtype: str, lora_rank: int = 1) -> str:
     return way if way != "auto" else "merged" if engine_dtype == "float32" or not lora_rank else "adapter"
 
 
-@torch.no_grad()
-def parity(policy: Policy, tokens: Sequence[int], scores: Sequence[float]) -> dict[str, float]:
-    """`mismatch_metrics` of a text: `scores` are the engine's log-probabilities (temperature 1) of tokens[1:]."""
-    datum = make_datum(tokens, [(1, len(tokens))], [scores], 0.0, "the text that the engine scored")
-    logprobs_A, _ = policy.logprobs(datum, temperature=1.0)
-    return mismatch_metrics(logprobs_A.cpu(), datum.old_logprobs_T)
+def parity(scores: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """`mismatch_metrics` of a text: the trainer's scores of it and the engine's."""
+    return mismatch_metrics(torch.tensor(scores), torch.tensor(others))
+
+
+async def rehearse_adapter(policy: Policy, sampler: Sampler, sync: WeightSync, card: SharedCard, probe: Sequence[int]) -> float:
+    """Send a random adapter to the engine and take it back; returns engine against trainer / the adapter's effect.
+
+    WeightsDidNotArrive if the engine's scores of the probe do not change, if it lists other adapters, or if what they
+    become is not what the trainer says: a part of the modules would be missing.
+    """
+    before = await sampler.score(probe)
+    with policy.random_adapter():
+        await sync.push(0, probe)
+        after, listed = await sampler.score(probe), await sampler.adapters()
+        async with card.trainers_turn():
+            expected = policy.score(probe)
+    await sampler.drop_adapter()
+    share = _mean_gap(after, expected) / _mean_gap(after, before)
+    if listed != [1] or not share < MAX_REHEARSAL_GAP:
+        raise WeightsDidNotArrive(
+            f"a random adapter changes the engine's scores of a text by {_mean_gap(after, before):.3g} nats a token, but they "
+            f"are {_mean_gap(after, expected):.3g} from the trainer's (adapters in the engine: {listed}): it does not play "
+            "with all that is trained. Try --weight-sync merged"
+        )
+    return share
+
+
+def _mean_gap(scores: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.fmean(abs(score - other) for score, other in zip(scores, others, strict=True))
 
 
 # --- the run log --------------------------------------------------------------------------------------------------
@@ -1244,6 +1701,9 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
     Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
     finished, and what was learned is saved.
     """
+    if settings.plan:
+        print(render_plan(plan_run(settings, play)))
+        return
     with joined_trainers() as rank:
         await (asyncio.to_thread(lambda: follow(make_policy(settings, play))) if rank else lead(settings, play, worlds))
 
@@ -1282,20 +1742,36 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         dtype = engine_dtype(play)
         way = resolve_sync(settings.weight_sync, dtype, settings.lora_rank)
         print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
+        layout, engine_options = "together", {}
+        if torch.cuda.is_available() and not play.engine_memory_share:
+            plan = plan_run(settings, play)
+            require_fit(plan)
+            layout, play = plan.layout, replace(play, engine_memory_share=plan.engine_memory_share)
+            engine_options = {"enable_sleep_mode": layout != "together"}
+            print(f"By the memory plan (--plan shows it): {layout}, --engine-memory-share {play.engine_memory_share}", flush=True)
         print("Starting the engine, which takes about a minute", flush=True)
-        sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0)
+        engine_rank = settings.lora_rank if way == "adapter" else 0
+        sampler = await Sampler.start(play, chat.stop_token_ids, engine_rank, **engine_options)
         stack.callback(sampler.close)
-        policy = await uninterrupted(asyncio.to_thread(make_policy, settings, play))
+        card = SharedCard(layout, sampler)
+        async with card.trainers_turn():
+            policy = card.policy = await uninterrupted(asyncio.to_thread(make_policy, settings, play))
         sync = WeightSync(policy, sampler, way, dtype, run_dir / "sampler-weights")
         stack.callback(sync.close)
         probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
+        if way == "adapter":
+            gap = await rehearse_adapter(policy, sampler, sync, card, probe)
+            print(f"A random adapter reached the engine: {gap:.1%} of its effect is missing or noise", flush=True)
         if checkpoint:
-            load_checkpoint(policy, checkpoint)
-            same_everywhere(policy)
+            async with card.trainers_turn():
+                load_checkpoint(policy, checkpoint)
+                same_everywhere(policy)
             print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
         if progress.weights_version:
             await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
-        agreement = parity(policy, probe, await sampler.score(probe))
+        scores = await sampler.score(probe)
+        async with card.trainers_turn():
+            agreement = parity(policy.score(probe), scores)
         print(f"Trainer and engine agree to {agreement['mismatch/mean']:.1e} nats a token (largest "
               f"{agreement['mismatch/max']:.1e}) over {len(probe) - 1} tokens", flush=True)  # fmt: skip
         check_mismatch(agreement, settings.max_mismatch_kl)
@@ -1334,7 +1810,8 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             version, played = progress.weights_version, time.monotonic()
             write_records(run_dir / "rollouts" / f"update-{update + 1:04d}.jsonl", sum(groups, []))
             advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
-            trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
+            async with card.trainers_turn():
+                trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
             metrics |= rollout_metrics(groups, advantages) | trained | {"time/train": time.monotonic() - played}
             metrics["tokens/trained"] = trained.get("train/tokens", 0)
             if ahead:

@@ -5,9 +5,12 @@ The engine's Gated-DeltaNet kernel for CPUs has no fp32 path, so the bound is th
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rollout import RolloutSettings, Sampler, SettingsError, check_model, engine_dtype, is_hybrid, load_chat_tokens
-from train import Policy, SavedAdapter, WeightSync, make_datum, resolve_sync
+from train import (
+    Policy, SavedAdapter, SharedCard, WeightsDidNotArrive, WeightSync, make_datum, rehearse_adapter, resolve_sync,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,41 @@ def test_hybrid_is_recognised_and_runs_in_bf16_with_an_adapter(hybrid_model, war
     assert engine_dtype(settings) == "bfloat16" and resolve_sync("auto", "bfloat16") == "adapter"
     with pytest.raises(SettingsError, match="--dtype is 'float32'.*bfloat16 only"):
         check_model(RolloutSettings(base_model=hybrid_model, dtype="float32"))
+
+
+def test_a_random_adapter_is_sent_and_taken_back_in_turns_and_a_missing_part_is_noticed(
+    run, sampler, chat, hybrid_model, monkeypatch
+):
+    """The turns are real; on a CPU the engine keeps its memory in its sleep."""
+    card = SharedCard("turns", sampler)
+    probe = chat.first_prompt([{"role": "user", "content": "Task: look at drawer 1. " * 20}])
+
+    async def make_policy():
+        async with card.trainers_turn():
+            assert await sampler._engine.is_sleeping()
+            card.policy = Policy(hybrid_model, lora_rank=8, device="cpu", dtype=torch.bfloat16)
+        assert not await sampler._engine.is_sleeping()
+
+    run(make_policy())
+    policy, sync, scores = card.policy, WeightSync(card.policy, sampler, "adapter", "bfloat16"), run(sampler.score(probe))
+    assert run(rehearse_adapter(policy, sampler, sync, card, probe)) < 0.1
+    assert not policy.differs_from_base() and sampler.policy_version == "base"
+    assert run(sampler.adapters()) == [] and run(sampler.score(probe)) == scores
+
+    whole = policy.save_adapter
+
+    def without_recurrent_layers(folder, engine_layout=False):
+        whole(folder, engine_layout)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if "linear_attn" not in name}
+        assert 0 < len(kept) < len(tensors)
+        save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(policy, "save_adapter", without_recurrent_layers)
+    with pytest.raises(WeightsDidNotArrive, match="does not play with all that is trained"):
+        run(rehearse_adapter(policy, sampler, sync, card, probe))
+    assert run(sampler.adapters()) == []
+    sync.close()
 
 
 def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(run, sampler, chat, hybrid_model, tmp_path):
