@@ -1565,6 +1565,14 @@ def find_run(resume: str, runs_dir: str, run_name: str) -> tuple[Path, Path | No
     return run_dir, complete[-1] if complete else None
 
 
+def read_run_settings(run_dir: Path) -> dict:
+    """The settings that a run began with."""
+    try:
+        return json_object(read_file(run_dir / "settings.json"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{run_dir / 'settings.json'} is damaged: {error}; start a new run") from error
+
+
 def resumed_settings(args: argparse.Namespace) -> dict:
     """The settings of the run that `--resume` goes on with; empty without it."""
     resume = getattr(args, "resume", "")
@@ -1574,11 +1582,7 @@ def resumed_settings(args: argparse.Namespace) -> dict:
     if folder:
         saved, path = read_checkpoint(folder).settings, folder / "state" / "training.json"
     else:
-        path = run_dir / "settings.json"
-        try:
-            saved = json_object(read_file(path))
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}; start a new run") from error
+        saved, path = read_run_settings(run_dir), run_dir / "settings.json"
     known = {f.name: f for cls in (TrainSettings, RolloutSettings, EnvironmentSettings) for f in fields(cls)}
     for name, f in known.items():
         value = saved.get(name)
@@ -1729,8 +1733,9 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         )  # fmt: skip
         digest = hashlib.sha256("\n".join(game.game_id for game in games).encode()).hexdigest()
         progress = Progress(0, 0, 0, digest, everything, package_versions())
-        if checkpoint:
-            check_resumable(progress := read_checkpoint(checkpoint), everything, digest)
+        if settings.resume:
+            progress = read_checkpoint(checkpoint) if checkpoint else replace(progress, settings=read_run_settings(run_dir))
+            check_resumable(progress, everything, digest)
         await check_first_prompts(chat, pool, games[: settings.games_per_batch], play)
         if not settings.resume:
             make_run_dir(run_dir, everything)

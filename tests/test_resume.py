@@ -102,6 +102,17 @@ def unbroken(warm_model, tmp_path_factory):
     return home
 
 
+def test_a_changed_setting_is_refused_before_the_first_checkpoint_too(unbroken, tmp_path):
+    run = tmp_path / "runs/one"
+    for folder in ("rollouts", "checkpoints"):
+        (run / folder).mkdir(parents=True)
+    shutil.copy(unbroken / "runs/one/settings.json", run)
+    command = Command(tmp_path, "train.py", "--resume", "runs/one", "--learning-rate", 1e-4)
+    assert command.end() == 1
+    assert "error: --learning-rate was 0.001 in the run that is resumed and is now 0.0001" in command.output
+    assert "Starting the engine" not in command.output and not (run / "metrics.jsonl").exists()
+
+
 def test_stopped_killed_and_resumed_is_the_unbroken_run(unbroken, warm_model, tmp_path):
     checkpoints = tmp_path / "runs/one/checkpoints"
     metrics = tmp_path / "runs/one/metrics.jsonl"
