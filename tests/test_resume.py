@@ -310,6 +310,6 @@ def test_three_hundred_updates_leave_nothing_behind_and_take_no_more_each_time(w
     assert len(metrics) == updates and sum(m["rollout/env_faults"] for m in metrics) >= kills // 3  # the rest were compilers
     first, last = seen[60], seen[280]
     for name in ("processes", "temporary", "checkpoints"):
-        assert last[name] == first[name], (name, seen)
+        assert last[name] <= first[name], (name, seen)  # a killed compiler comes back when there is something to compile
     assert abs(last["threads"] - first["threads"]) <= 2 and abs(last["files"] - first["files"]) <= 4, seen
     assert last["megabytes"] < first["megabytes"] * 1.03, seen
