@@ -84,10 +84,13 @@ class RolloutSettings:
         fixed=False,
     )  # fmt: skip
     engine_cache_gb: float = flag(2.0, "key-value cache of the sampling engine in GiB (CPU only)", fixed=False)
+    engine_tensor_parallel: int = flag(1, "GPUs over which a sampling engine splits the model", fixed=False)
+    engine_data_parallel: int = flag(1, "sampling engines, on GPUs of their own; a game's branches share one", fixed=False)
     max_concurrent_requests: int = flag(64, "requests the sampling engine works on at the same time", fixed=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens", "max_concurrent_requests"):
+        for name in ("max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens", "max_concurrent_requests",
+                     "engine_tensor_parallel", "engine_data_parallel"):  # fmt: skip
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(math.isfinite(self.temperature) and self.temperature > 0, "temperature", self.temperature, "above 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
@@ -438,7 +441,8 @@ class Sampler:
         self._stop_token_ids = stop_token_ids
         self._counts = counts
         self._adapter = None
-        self._requests = 0
+        self._requests = self._groups = 0
+        self.ranks = settings.engine_data_parallel  # engines; weights go to all, a request to one
         self.policy_version = "base"
 
     @classmethod
@@ -480,6 +484,8 @@ class Sampler:
             "seed": settings.seed,
             "max_model_len": settings.max_trajectory_tokens,
             "max_num_seqs": settings.max_concurrent_requests,
+            "tensor_parallel_size": settings.engine_tensor_parallel,
+            "data_parallel_size": settings.engine_data_parallel,
             "enable_prefix_caching": True,
             # The log-probabilities of the distribution that was sampled from: temperature applied, as the trainer does.
             "logprobs_mode": "processed_logprobs",
@@ -509,6 +515,8 @@ class Sampler:
             }
         if cuda:
             options["gpu_memory_utilization"] = settings.engine_memory_share or 0.9
+            if settings.engine_tensor_parallel > torch.cuda.device_count():
+                options["distributed_executor_backend"] = "ray"  # over several machines
         else:
             options |= {
                 "enforce_eager": True,  # compiling costs half a minute a start and gains little on a CPU
@@ -553,8 +561,13 @@ class Sampler:
     def counts(self) -> TokenCounts:
         return dataclasses.replace(self._counts)
 
-    async def sample(self, prompt: list[int], seed: int, max_tokens: int, n: int = 1) -> list[Completion]:
-        """`n` completions of `prompt` (token ids), child i seeded with seed + i."""
+    def next_rank(self) -> int:
+        """The engine for the next group, in turn: its branches share a prefix cache."""
+        self._groups += 1
+        return self._groups % self.ranks
+
+    async def sample(self, prompt: list[int], seed: int, max_tokens: int, n: int = 1, rank: int = 0) -> list[Completion]:
+        """`n` completions of `prompt` (token ids) by engine `rank`, child i seeded with seed + i."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -575,7 +588,7 @@ class Sampler:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        final = await self._answer(prompt, params)
+        final = await self._answer(prompt, params, rank)
         return [
             Completion(
                 list(o.token_ids),
@@ -585,7 +598,7 @@ class Sampler:
             for o in sorted(final.outputs, key=lambda o: o.index)
         ]
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
+    async def score(self, tokens: Sequence[int], rank: int = 0) -> list[float]:
         """Log-probabilities (temperature 1) of tokens[1:] under the weights in use, computed without the prefix cache."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -593,17 +606,18 @@ class Sampler:
         params = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        output = await self._answer(list(tokens), params)
+        output = await self._answer(list(tokens), params, rank)
         return [logprobs[token].logprob for logprobs, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
 
-    async def _answer(self, prompt: list[int], params):
+    async def _answer(self, prompt: list[int], params, rank: int):
         """The engine's one final output for a prompt of token ids."""
         self._requests += 1
         final = None
         with _engine_alive():
             async for output in self._engine.generate(
-                {"prompt_token_ids": prompt}, params, f"r{self._requests}", lora_request=self._adapter
-            ):
+                {"prompt_token_ids": prompt}, params, f"r{self._requests}", lora_request=self._adapter,
+                data_parallel_rank=rank if self.ranks > 1 else None,
+            ):  # fmt: skip
                 final = output
         if final is None or len(final.outputs) != params.n or len(final.prompt_token_ids) != len(prompt):
             raise RolloutError(f"the engine gave no full answer to a prompt of {len(prompt)} tokens (n={params.n})")
@@ -774,7 +788,7 @@ async def play_group(
     on_finished: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
     """Play `size` branches of one game, each at its own pace; returns them in branch order."""
-    group = await pool.open_group(game.path, size)
+    group, rank = await pool.open_group(game.path, size), sampler.next_rank()
     try:
         shown = group.first.admissible if settings.include_admissible_actions else None
         messages = first_messages(group.task, group.first.observation, shown)
@@ -794,10 +808,11 @@ async def play_group(
             request_seed(settings.seed, update, game.game_id, turn=0),
             min(settings.max_assistant_tokens, room),
             n=size,
+            rank=rank,
         )
 
         async def play(trajectory: Trajectory, completion: Completion) -> Trajectory:
-            await _play_branch(sampler, chat, group, trajectory, completion, settings)
+            await _play_branch(sampler, rank, chat, group, trajectory, completion, settings)
             group.finish(trajectory.branch)
             on_finished(trajectory)
             return trajectory
@@ -809,6 +824,7 @@ async def play_group(
 
 async def _play_branch(
     sampler: Sampler,
+    rank: int,
     chat: ChatTokens,
     group: Group,
     trajectory: Trajectory,
@@ -840,6 +856,7 @@ async def _play_branch(
             list(tokens),
             request_seed(settings.seed, trajectory.update, trajectory.game.game_id, step, trajectory.branch),
             min(settings.max_assistant_tokens, limit - len(tokens)),
+            rank=rank,
         )
     check_prefix_extension(len(tokens), [turn.prompt_length for turn in trajectory.turns], trajectory.spans)
 

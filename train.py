@@ -700,6 +700,8 @@ def follow(policy: Policy) -> None:
                 _accumulate_share(policy, [])
         elif what == "step":
             policy.step(*how)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # for the engine that may be on this card
         else:
             _copy_from_first(policy, *how)
 
@@ -1017,20 +1019,21 @@ def engine_memory(config, counts: WeightCounts, *, lora_rank: int, concurrent: i
     }
 
 
+LAYOUTS = ("together", "sleep", "turns")
 OUTSIDE_ENGINE_SHARE = ("scoring a text", "CUDA context")  # not counted by vLLM against gpu_memory_utilization
 
 
 def plan_memory(config, *, card: int, tokens: int = 12_000, concurrent: int = 64, lora_rank: int = 32,
                 head_chunk: int = 256, width: int = 2, fused: bool = False, merged: bool = False,
-                scored_tokens: int = 256, apart: bool = True) -> MemoryPlan:
+                scored_tokens: int = 256, allowed: tuple[str, ...] = LAYOUTS) -> MemoryPlan:
     """Share a card of `card` bytes between trainer and engine, for a text model's config; `advice` says what to change.
 
-    `fused`: flash-linear-attention is there. `merged`: weights go to the engine merged, not as an adapter. `apart`:
-    they may take turns (not with --max-staleness, which has both at work at the same time).
+    `fused`: flash-linear-attention is there. `merged`: weights go to the engine merged, not as an adapter. `allowed`:
+    layouts to choose from.
     """
     asked = {"tokens": tokens, "concurrent": concurrent, "lora_rank": lora_rank, "head_chunk": head_chunk}
     same = {"card": card, "width": width, "fused": fused, "merged": merged, "scored_tokens": scored_tokens,
-            "apart": apart}  # fmt: skip
+            "allowed": allowed}  # fmt: skip
     counts = count_weights(config)
 
     def plan_with(**changed) -> MemoryPlan:
@@ -1056,7 +1059,7 @@ def plan_memory(config, *, card: int, tokens: int = 12_000, concurrent: int = 64
 
 
 def share_card(config, counts: WeightCounts, *, card: int, tokens: int, concurrent: int, lora_rank: int,
-               head_chunk: int, width: int, fused: bool, merged: bool, scored_tokens: int, apart: bool) -> MemoryPlan:
+               head_chunk: int, width: int, fused: bool, merged: bool, scored_tokens: int, allowed: tuple[str, ...]) -> MemoryPlan:
     """The plan without advice.
 
     With less cache than `concurrent` of the longest trajectories take, some wait, or lose their history to others and
@@ -1076,8 +1079,7 @@ def share_card(config, counts: WeightCounts, *, card: int, tokens: int, concurre
     beside_trainer = {"together": fixed, "sleep": ENGINE_ASLEEP, "turns": ENGINE_ASLEEP}  # the engine's, in training
     caches = {
         layout: usable - beside_engine[layout] - fixed if peak + beside_trainer[layout] <= usable else -1
-        for layout in beside_engine
-        if apart or layout == "together"
+        for layout in allowed
     }
     layouts = {layout: cache // one if cache >= 0 else -1 for layout, cache in caches.items()}
     layout = next((name for name, room in layouts.items() if room >= concurrent), max(layouts, key=layouts.get))
@@ -1144,7 +1146,8 @@ def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
         concurrent=min(play.max_concurrent_requests, settings.games_per_batch * settings.group_size),
         lora_rank=settings.lora_rank, head_chunk=settings.head_chunk, width=dtype.itemsize,
         fused=importlib.util.find_spec("fla") is not None, merged=way == "merged", scored_tokens=PROBE_TOKENS,
-        apart=not settings.max_staleness,
+        # Sampling ahead keeps both at work; the trainers that follow stay on their cards.
+        allowed=LAYOUTS[: 1 if settings.max_staleness else 3 if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 2],
     )  # fmt: skip
 
 
@@ -1186,7 +1189,7 @@ class WeightSync:
         With `probe` (token ids) the engine scores it twice before and once after: new weights must change the scores by
         more than a repetition does. Raises WeightsDidNotArrive if they do not.
         """
-        before = [await self._sampler.score(probe) for _ in range(2)] if probe is not None else []
+        before = [await self._scores(probe) for _ in range(2)] if probe is not None else []
         folder = self._root / f"update-{version}"
         if self._way == "adapter":
             self._policy.save_adapter(folder, engine_layout=True)
@@ -1201,19 +1204,23 @@ class WeightSync:
             await self._sampler.reload(folder, version)
             shutil.rmtree(folder)
         if before:
-            after = await self._sampler.score(probe)
-            if not all(map(math.isfinite, after)):
+            after = await self._scores(probe)
+            if not all(math.isfinite(score) for scores in after for score in scores):
                 raise FloatingPointError(
                     f"the engine scores text as no number with weights {folder.name}, so they ran away: what was saved before "
                     "is intact; go on from there with a lower --learning-rate in a new run"
                 )
-            moved, noise = _largest_gap(after, before[1]), _largest_gap(*before)
+            moved, noise = min(map(_largest_gap, after, before[1])), max(map(_largest_gap, *before))
             if not moved > noise:
                 raise WeightsDidNotArrive(
                     f"the engine scores text as before weights {folder.name} were sent to it (--weight-sync {self._way}, "
                     f"{self._dtype}; change {moved:.3g}, repetition {noise:.3g}): they did not reach it. "
                     f"Try --weight-sync {'adapter' if self._way == 'merged' else 'merged'}"
                 )
+
+    async def _scores(self, probe: Sequence[int]) -> list[list[float]]:
+        """By engine: each must have the weights."""
+        return [await self._sampler.score(probe, rank) for rank in range(self._sampler.ranks)]
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)

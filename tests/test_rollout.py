@@ -71,7 +71,10 @@ class WrittenTurns:
         self.closing = chat.stop_token_ids[:1] if closed else []
         self.prompts, self.room = [], []
 
-    async def sample(self, prompt, seed, max_tokens, n=1):
+    def next_rank(self):
+        return 0
+
+    async def sample(self, prompt, seed, max_tokens, n=1, rank=0):
         self.prompts.append(list(prompt))
         self.room.append(max_tokens)
         text = self.texts[min(len(self.prompts), len(self.texts)) - 1]

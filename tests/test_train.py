@@ -10,7 +10,7 @@ import torch
 
 import train
 from advantages import group_advantages
-from rollout import RolloutSettings, SettingsError, gather_or_cancel, play_group
+from rollout import RolloutSettings, Sampler, SettingsError, gather_or_cancel, play_group
 from train import (
     MismatchTooLarge,
     Policy,
@@ -133,8 +133,6 @@ def test_trainer_and_engine_agree_before_and_after_two_updates(
 @pytest.mark.slow
 def test_adapter_way_changes_the_engine_as_the_merged_way_does(run, warm_model, chat, policy):
     """The other way of sync, on an engine of its own that takes LoRA requests."""
-    from rollout import Sampler
-
     settings = RolloutSettings(base_model=warm_model, max_trajectory_tokens=2_000)
     adapted = run(Sampler.start(settings, chat.stop_token_ids, lora_rank=8))
     try:
@@ -157,6 +155,27 @@ def test_adapter_way_changes_the_engine_as_the_merged_way_does(run, warm_model, 
         sync.close()
     finally:
         adapted.close()
+
+
+@pytest.mark.slow
+def test_two_engines_play_as_one_and_both_get_the_weights(run, warm_model, chat, pool, policy, play_settings, starter_games):
+    """Fewer requests at a time change the last bits, so tokens may part late; the weights may not."""
+    both = run(Sampler.start(replace(play_settings, engine_data_parallel=2, engine_cache_gb=0.5), chat.stop_token_ids))
+    try:
+        sync = WeightSync(policy, both, "merged", "float32")
+        groups, advantages = roll(run, both, chat, pool, starter_games[:4], 0, play_settings)
+        _, probe = train_on(policy, groups, advantages, TrainSettings())
+        run(sync.push(1, probe=probe))  # raises unless the scores of both change
+        expected = policy.score(probe)
+        for rank in (0, 1):
+            assert run(both.score(probe, rank)) == pytest.approx(expected, abs=1e-4)
+        assert [both.next_rank() for _ in range(4)] == [1, 0, 1, 0]
+        groups, _ = roll(run, both, chat, pool, starter_games[:4], 1, play_settings)
+        assert difference_from_engine(policy, groups).mean() < 1e-4
+        assert {t.policy_version for group in groups for t in group} == {"update-1"}
+        sync.close()
+    finally:
+        both.close()
 
 
 def test_weights_that_do_not_reach_the_engine_stop_the_run(run, policy, sync, sampler, monkeypatch):
