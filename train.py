@@ -30,7 +30,7 @@ import statistics
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -391,7 +391,8 @@ class Policy:
         self._trained = False
         self.whole = True  # false if a step broke off half-way or ended in no numbers: such weights are not worth saving
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
-        self._check_head(model)
+        if self.device.type == "cuda" or not has_fused_delta_rule():  # whose kernels take no tensors of a CPU
+            self._check_head(model)
 
     @staticmethod
     def _with_adapter(model: torch.nn.Module, lora_rank: int, seed: int) -> torch.nn.Module:
@@ -499,11 +500,15 @@ class Policy:
             return self._trained
         return any(p.any().item() for name, p in self.model.named_parameters() if "lora_B" in name)
 
+    def adapted_kinds(self) -> list[str]:
+        """Names of the modules that have an adapter, without their layers: q_proj, ..."""
+        return sorted({name.split(".lora_B")[0].rpartition(".")[2] for name, _ in self.model.named_parameters() if "lora_B" in name})
+
     @contextlib.contextmanager
-    def random_adapter(self, scale: float = 0.02) -> Iterator[None]:
-        """Within it the adapter's B is random, so that every module it changes shows; then it is what it was."""
+    def random_adapter(self, kind: str = "", scale: float = 0.02) -> Iterator[None]:
+        """Within it the adapter's B is random, of all modules or of one kind; then it is what it was."""
         generator = torch.Generator().manual_seed(1)
-        weights = [parameter for name, parameter in self.model.named_parameters() if "lora_B" in name]
+        weights = [parameter for name, parameter in self.model.named_parameters() if f"{kind}.lora_B" in name]
         kept = [weight.detach().clone() for weight in weights]
         for weight in weights:
             weight.data.copy_(scale * torch.randn(weight.shape, generator=generator))
@@ -549,6 +554,15 @@ class Policy:
             if isinstance(module, LoraLayer):
                 merged = module.get_base_layer().weight.float() + module.get_delta_weight("default")
                 yield f"{name.removeprefix('base_model.model.')}.weight", merged
+
+
+def has_fused_delta_rule() -> bool:
+    """Whether flash-linear-attention works here: then transformers uses it for Gated DeltaNet, whatever the device."""
+    try:
+        importlib.import_module("fla")
+    except Exception:  # as transformers takes it
+        return False
+    return True
 
 
 MAX_KERNEL_ERROR = 0.05  # relative, bf16 against fp32; known bad backwards are off by more than half
@@ -656,9 +670,11 @@ def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
 
 
 def step_all(policy: Policy, grad_clip_norm: float) -> float:
-    """`policy.step` in every process."""
+    """`policy.step` in every process; it ends when all have given back the memory that they don't keep."""
     _order("step", grad_clip_norm)
-    return policy.step(grad_clip_norm)
+    norm = policy.step(grad_clip_norm)
+    _meet()
+    return norm
 
 
 def same_everywhere(policy: Policy) -> None:
@@ -681,13 +697,23 @@ def _copy_from_first(policy: Policy, stepped: bool) -> None:
                 dist.broadcast(value, 0)
 
 
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.all_gather_object([None] * dist.get_world_size(), None)  # over gloo, unlike a barrier
+
+
 def _order(*what: Any) -> None:
     """Tell the processes that follow what comes next."""
     if dist.is_initialized():
         dist.broadcast_object_list([what], 0)
 
 
-def follow(policy: Policy) -> None:
+def make_all() -> None:
+    """Let the others make their policies, from here on: an engine that is starting measures what is free on its card."""
+    _order("make")
+
+
+def follow(make: Callable[[], Policy]) -> None:
     """What every process but the first does: as it is told, until it is told to end."""
     while True:
         order: list = [None]
@@ -695,13 +721,16 @@ def follow(policy: Policy) -> None:
         what, *how = order[0]
         if what == "end":
             return
-        if what == "accumulate":
+        if what == "make":
+            policy = make()
+        elif what == "accumulate":
             with contextlib.suppress(FloatingPointError):  # process 0 raises it too, and decides
                 _accumulate_share(policy, [])
         elif what == "step":
             policy.step(*how)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # for the engine that may be on this card
+            _meet()
         else:
             _copy_from_first(policy, *how)
 
@@ -762,7 +791,7 @@ class TrainSettings:
             0 <= self.ppo_clip_low < 1 < self.ppo_clip_high,
             "ppo_clip_low", f"{self.ppo_clip_low} (with --ppo-clip-high {self.ppo_clip_high})", "below 1, and --ppo-clip-high above 1",
         )  # fmt: skip
-        require(bool(re.fullmatch(r"|here|\d+(\.\d+)?", self.plan)), "plan", self.plan, "a size in GiB, as in --plan 80, or nothing")
+        require(bool(re.fullmatch(r"|here|0*[1-9]\d*(\.\d+)?", self.plan)), "plan", self.plan, "a size in GiB, as in --plan 80, or nothing")
         require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
         require(self.lora_rank > 0 or self.weight_sync != "adapter", "weight_sync", "adapter", "merged with --lora-rank 0")
         require(
@@ -1019,13 +1048,17 @@ def engine_memory(config, counts: WeightCounts, *, lora_rank: int, concurrent: i
     }
 
 
-LAYOUTS = ("together", "sleep", "turns")
+LAYOUTS = {
+    "together": "engine and trainer stay on the card",
+    "sleep": "the engine sleeps while the trainer works",
+    "turns": "the engine sleeps while the trainer works, the trainer waits in host memory while the engine plays",
+}
 OUTSIDE_ENGINE_SHARE = ("scoring a text", "CUDA context")  # not counted by vLLM against gpu_memory_utilization
 
 
 def plan_memory(config, *, card: int, tokens: int = 12_000, concurrent: int = 64, lora_rank: int = 32,
                 head_chunk: int = 256, width: int = 2, fused: bool = False, merged: bool = False,
-                scored_tokens: int = 256, allowed: tuple[str, ...] = LAYOUTS) -> MemoryPlan:
+                scored_tokens: int = 256, allowed: tuple[str, ...] = tuple(LAYOUTS)) -> MemoryPlan:
     """Share a card of `card` bytes between trainer and engine, for a text model's config; `advice` says what to change.
 
     `fused`: flash-linear-attention is there. `merged`: weights go to the engine merged, not as an adapter. `allowed`:
@@ -1100,11 +1133,6 @@ def render_plan(plan: MemoryPlan) -> str:
     def line(name: str, size: int) -> str:
         return f"  {name:<40}{size / GIB:8.2f}"
 
-    meaning = {
-        "together": "both stay on the card",
-        "sleep": "the engine sleeps while the trainer works",
-        "turns": "the engine sleeps while the trainer works, the trainer waits in host memory while the engine plays",
-    }
     room = [f"{name} {'no' if count < 0 else count}" for name, count in plan.layouts.items()]
     lines = [
         f"memory in GiB: card {plan.card / GIB:.0f}, {plan.tokens:,} tokens a trajectory, LoRA rank {plan.lora_rank}, "
@@ -1121,7 +1149,7 @@ def render_plan(plan: MemoryPlan) -> str:
     ]
     if plan.fits:
         lines += [
-            f"layout: {plan.layout} ({meaning[plan.layout]}); cache {plan.cache / GIB:.1f}, "
+            f"layout: {plan.layout} ({LAYOUTS[plan.layout]}); cache {plan.cache / GIB:.1f}, "
             f"--engine-memory-share {plan.engine_memory_share:.2f}"
             + (f", host memory {plan.host / GIB:.1f}" if plan.host else ""),
             *(f"change: {text}" for text in plan.advice),
@@ -1145,9 +1173,10 @@ def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
         load_model_config(play.base_model), card=card, tokens=play.max_trajectory_tokens,
         concurrent=min(play.max_concurrent_requests, settings.games_per_batch * settings.group_size),
         lora_rank=settings.lora_rank, head_chunk=settings.head_chunk, width=dtype.itemsize,
-        fused=importlib.util.find_spec("fla") is not None, merged=way == "merged", scored_tokens=PROBE_TOKENS,
+        fused=not torch.cuda.is_available() or has_fused_delta_rule(),  # the gpu extra has it
+        merged=way == "merged", scored_tokens=PROBE_TOKENS,
         # Sampling ahead keeps both at work; the trainers that follow stay on their cards.
-        allowed=LAYOUTS[: 1 if settings.max_staleness else 3 if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 2],
+        allowed=tuple(LAYOUTS)[: 1 if settings.max_staleness else 3 if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 2],
     )  # fmt: skip
 
 
@@ -1230,7 +1259,8 @@ def _largest_gap(scores: Sequence[float], others: Sequence[float]) -> float:
     return max(abs(score - other) for score, other in zip(scores, others, strict=True))
 
 
-MAX_REHEARSAL_GAP = 0.5  # of the effect of a random adapter; noise of bf16 is a tenth, a missing kind of module about 1
+MAX_REHEARSAL_GAP = 0.5  # of the effect of a random adapter; the noise of bf16 is a tenth of it
+REHEARSAL = 1_000_000  # first of the versions that random adapters have; a version is never used twice
 
 
 class SharedCard:
@@ -1238,24 +1268,23 @@ class SharedCard:
 
     def __init__(self, layout: str, sampler: Sampler) -> None:
         self._layout, self._sampler = layout, sampler
-        self.policy: Policy | None = None
+        self._policy: Policy | None = None
 
-    @contextlib.asynccontextmanager
-    async def trainers_turn(self) -> AsyncIterator[None]:
-        """Within it the engine sleeps, unless both have room. After an error it sleeps on: that ends the run."""
-        if self._layout == "together":
-            yield
-            return
-        await self._sampler.sleep()
-        if self._layout == "turns" and self.policy:
-            await asyncio.to_thread(self.policy.move, self._device)
-        yield
-        if self._layout == "turns" and self.policy:
-            self._device = self.policy.device
-            await asyncio.to_thread(self.policy.move, torch.device("cpu"))
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        await self._sampler.wake()
+    async def to_trainer(self) -> None:
+        """From here on the engine sleeps, unless both have room."""
+        if self._layout != "together":
+            await self._sampler.sleep()
+        if self._policy:
+            await asyncio.to_thread(self._policy.move, self._device)
+
+    async def to_engine(self, policy: Policy) -> None:
+        if self._layout == "turns":
+            self._policy, self._device = policy, policy.device
+            await asyncio.to_thread(policy.move, torch.device("cpu"))
+        if self._layout != "together":
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            await self._sampler.wake()
 
 
 class WeightsDidNotArrive(RuntimeError):
@@ -1273,29 +1302,38 @@ def parity(scores: Sequence[float], others: Sequence[float]) -> dict[str, float]
 
 
 async def rehearse_adapter(policy: Policy, sampler: Sampler, sync: WeightSync, card: SharedCard, probe: Sequence[int]) -> float:
-    """Send a random adapter to the engine and take it back; returns engine against trainer / the adapter's effect.
+    """Send random adapters to the engine and take them back; returns engine against trainer / the adapter's effect.
 
-    WeightsDidNotArrive if the engine's scores of the probe do not change, if it lists other adapters, or if what they
-    become is not what the trainer says: a part of the modules would be missing.
+    One of each kind of module, which must change the engine's scores of the probe, then one of all, whose scores must be
+    what the trainer says. WeightsDidNotArrive otherwise, and if the engine holds adapters beside it.
     """
+    version = REHEARSAL
+    for kind in policy.adapted_kinds():
+        with policy.random_adapter(kind):
+            try:
+                await sync.push(version, probe)
+            except WeightsDidNotArrive as error:
+                raise WeightsDidNotArrive(f"the engine ignores the adapter's {kind}: {error}") from error
+        version += 1
+        await sampler.drop_adapter()
     before = await sampler.score(probe)
     with policy.random_adapter():
-        await sync.push(0, probe)
+        await sync.push(version, probe)
         after, listed = await sampler.score(probe), await sampler.adapters()
-        async with card.trainers_turn():
-            expected = policy.score(probe)
+        await card.to_trainer()
+        expected = policy.score(probe)
+        await card.to_engine(policy)
     await sampler.drop_adapter()
-    share = _mean_gap(after, expected) / _mean_gap(after, before)
-    if listed != [1] or not share < MAX_REHEARSAL_GAP:
+    effect, gap = mean_gap(after, before), mean_gap(after, expected)
+    if len(listed) != 1 or not gap < MAX_REHEARSAL_GAP * effect:
         raise WeightsDidNotArrive(
-            f"a random adapter changes the engine's scores of a text by {_mean_gap(after, before):.3g} nats a token, but they "
-            f"are {_mean_gap(after, expected):.3g} from the trainer's (adapters in the engine: {listed}): it does not play "
-            "with all that is trained. Try --weight-sync merged"
+            f"a random adapter changes the engine's scores of a text by {effect:.3g} nats a token, but they are {gap:.3g} from "
+            f"the trainer's (adapters in the engine: {listed}): it does not play with all that is trained. Try --weight-sync merged"
         )
-    return share
+    return gap / effect
 
 
-def _mean_gap(scores: Sequence[float], others: Sequence[float]) -> float:
+def mean_gap(scores: Sequence[float], others: Sequence[float]) -> float:
     return statistics.fmean(abs(score - other) for score, other in zip(scores, others, strict=True))
 
 
@@ -1625,7 +1663,7 @@ def resumed_settings(args: argparse.Namespace) -> dict:
         saved, path = read_run_settings(run_dir), run_dir / "settings.json"
     known = {f.name: f for cls in (TrainSettings, RolloutSettings, EnvironmentSettings) for f in fields(cls)}
     for name, f in known.items():
-        value = saved.get(name)
+        value = saved.get(name) if f.metadata.get("fixed") else saved.setdefault(name, f.default)  # it may be newer than the run
         if type(value) is not type(f.default) and not (type(value) is int and type(f.default) is float):
             raise CheckpointError(f"{path}: the setting {name} is {str(value)[:40]!r}; start a new run")
     return {name: saved[name] for name in known}
@@ -1633,10 +1671,10 @@ def resumed_settings(args: argparse.Namespace) -> dict:
 
 def check_resumable(progress: Progress, settings: dict, games: str) -> None:
     """Refuse to go on with settings or games that would give another result; say what else is not as it was."""
-    known = [f for cls in (TrainSettings, RolloutSettings) for f in fields(cls)]
+    known = [f for cls in (TrainSettings, RolloutSettings) for f in fields(cls) if f.metadata["fixed"]]
     for f in known:
         then, now = progress.settings[f.name], settings[f.name]
-        if f.metadata["fixed"] and then != now:
+        if then != now:
             raise CheckpointError(f"--{f.name.replace('_', '-')} was {then!r} in the run that is resumed and is now {now!r}, "
                                   "which would alter its result: leave the flag out, or start a new run")
     if progress.games != games:
@@ -1749,7 +1787,14 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
         print(render_plan(plan_run(settings, play)))
         return
     with joined_trainers() as rank:
-        await (asyncio.to_thread(lambda: follow(make_policy(settings, play))) if rank else lead(settings, play, worlds))
+        if torch.cuda.is_available() and dist.is_initialized():  # the present device is a thread's own
+            asyncio.get_running_loop().set_default_executor(
+                ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+            )
+        if rank:
+            await uninterrupted(asyncio.to_thread(follow, lambda: make_policy(settings, play)))
+        else:
+            await lead(settings, play, worlds)
 
 
 async def lead(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
@@ -1763,7 +1808,7 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
     require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
     games = shuffle_games(find_games(settings.data_root, settings.train_split), play.seed)
     check_model(play)
-    if torch.cuda.is_available() and is_hybrid(play.base_model) and importlib.util.find_spec("fla"):
+    if torch.cuda.is_available() and is_hybrid(play.base_model) and has_fused_delta_rule():
         from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
         check_delta_rule(torch_chunk_gated_delta_rule, inspect.unwrap(torch_chunk_gated_delta_rule), "cuda")
@@ -1792,19 +1837,22 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         way = resolve_sync(settings.weight_sync, dtype, settings.lora_rank)
         print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
         layout, engine_options = "together", {}
-        if torch.cuda.is_available() and not play.engine_memory_share:
+        if torch.cuda.is_available():
             plan = plan_run(settings, play)
-            require_fit(plan)
-            layout, play = plan.layout, replace(play, engine_memory_share=plan.engine_memory_share)
-            engine_options = {"enable_sleep_mode": layout != "together"}
-            print(f"By the memory plan (--plan shows it): {layout}, --engine-memory-share {play.engine_memory_share}", flush=True)
+            if not play.engine_memory_share:
+                require_fit(plan)
+                play = replace(play, engine_memory_share=plan.engine_memory_share)
+            layout, engine_options = plan.layout, {"enable_sleep_mode": plan.layout != "together"}
+            print(f"Memory (--plan shows it): {LAYOUTS[layout]}; engine's share {play.engine_memory_share}", flush=True)
         print("Starting the engine, which takes about a minute", flush=True)
         engine_rank = settings.lora_rank if way == "adapter" else 0
         sampler = await Sampler.start(play, chat.stop_token_ids, engine_rank, **engine_options)
         stack.callback(sampler.close)
         card = SharedCard(layout, sampler)
-        async with card.trainers_turn():
-            policy = card.policy = await uninterrupted(asyncio.to_thread(make_policy, settings, play))
+        await card.to_trainer()
+        make_all()
+        policy = await uninterrupted(asyncio.to_thread(make_policy, settings, play))
+        await card.to_engine(policy)
         sync = WeightSync(policy, sampler, way, dtype, run_dir / "sampler-weights")
         stack.callback(sync.close)
         probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
@@ -1812,15 +1860,17 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             gap = await rehearse_adapter(policy, sampler, sync, card, probe)
             print(f"A random adapter reached the engine: {gap:.1%} of its effect is missing or noise", flush=True)
         if checkpoint:
-            async with card.trainers_turn():
-                load_checkpoint(policy, checkpoint)
-                same_everywhere(policy)
+            await card.to_trainer()
+            load_checkpoint(policy, checkpoint)
+            same_everywhere(policy)
+            await card.to_engine(policy)
             print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
         if progress.weights_version:
             await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
         scores = await sampler.score(probe)
-        async with card.trainers_turn():
-            agreement = parity(policy.score(probe), scores)
+        await card.to_trainer()
+        agreement = parity(policy.score(probe), scores)
+        await card.to_engine(policy)
         print(f"Trainer and engine agree to {agreement['mismatch/mean']:.1e} nats a token (largest "
               f"{agreement['mismatch/max']:.1e}) over {len(probe) - 1} tokens", flush=True)  # fmt: skip
         check_mismatch(agreement, settings.max_mismatch_kl)
@@ -1859,14 +1909,15 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             version, played = progress.weights_version, time.monotonic()
             write_records(run_dir / "rollouts" / f"update-{update + 1:04d}.jsonl", sum(groups, []))
             advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
-            async with card.trainers_turn():
-                trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
+            await card.to_trainer()
+            trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
             metrics |= rollout_metrics(groups, advantages) | trained | {"time/train": time.monotonic() - played}
             metrics["tokens/trained"] = trained.get("train/tokens", 0)
             if ahead:
                 await asyncio.wait([ahead])  # its trajectories keep the weights they began with
             stepped = time.monotonic()
             try:
+                await card.to_engine(policy)
                 if probe is not None:
                     version = update + 1
                     await sync.push(version, probe)

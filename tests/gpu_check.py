@@ -35,8 +35,8 @@ from transformers.utils import logging
 
 from rollout import RolloutSettings, Sampler
 from train import (
-    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, WeightSync, count_weights, make_datum, plan_memory, ppo_clip_loss,
-    trainer_memory,
+    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, SharedCard, WeightSync, count_weights, has_fused_delta_rule, make_datum,
+    mean_gap, plan_memory, ppo_clip_loss, trainer_memory,
 )
 
 CLIP = (0.8, 1.2)
@@ -293,7 +293,7 @@ def variants(cuda: bool) -> dict:
         "head on all sampled tokens at once": ("ours", whole_head),
         "without gradient checkpointing": ("ours", no_checkpointing),
     }
-    if cuda and installed("fla"):
+    if cuda and has_fused_delta_rule():
         found["without flash-linear-attention"] = ("ours", torch_delta_rule)
     if cuda and installed("flash_attn"):
         found["with flash attention 2"] = ("ours", flash_attention)
@@ -324,7 +324,7 @@ def check_update(base: str, size: Size, device: str, dtype: torch.dtype, time_le
     config = policy.model.config.get_text_config()
     _, _, peak = trainer_memory(
         config, count_weights(config), tokens=len(datum.tokens_T), head_chunk=min(size.head_chunk, size.sampled),
-        lora_rank=size.lora_rank, width=dtype.itemsize, fused=device == "cuda" and installed("fla"),
+        lora_rank=size.lora_rank, width=dtype.itemsize, fused=device == "cuda" and has_fused_delta_rule(),
     )  # fmt: skip
     return rows, {"planned_peak_bytes": peak, "context_bytes": card_bytes_beside(policy) if device == "cuda" else None}
 
@@ -356,7 +356,7 @@ def check_gradient(device: str) -> dict:
         fast = gradient(policy, lambda: policy.accumulate(datum, *CLIP))
         with no_checkpointing(policy), torch_delta_rule(policy):
             slow = gradient(policy, lambda: plain_loss(policy, datum).backward())
-    fused = device == "cuda" and installed("fla")
+    fused = device == "cuda" and has_fused_delta_rule()
     return {"relative_difference": ((fast - slow).norm() / slow.norm()).item(), "norm": slow.norm().item(), "fused": fused}
 
 
@@ -364,7 +364,7 @@ def engine_share(base: str, size: Size) -> tuple[float, float]:
     """The engine's share of this card beside a trainer that does no update, and how many trajectories its cache then holds."""
     card = torch.cuda.mem_get_info()[1]
     plan = plan_memory(AutoConfig.from_pretrained(base).get_text_config(), card=card, tokens=size.tokens,
-                       lora_rank=size.lora_rank, head_chunk=size.head_chunk, fused=installed("fla"))
+                       lora_rank=size.lora_rank, head_chunk=size.head_chunk, fused=has_fused_delta_rule())
     share = min(plan.engine_memory_share, USABLE_SHARE - (plan.trainer_resident + 2 * GIB) / card)
     without_cache = plan.engine_fixed - sum(plan.engine[name] for name in OUTSIDE_ENGINE_SHARE)
     return share, (share * card - without_cache) / plan.cache_of_trajectory
@@ -391,7 +391,8 @@ async def check_engine(base: str, size: Size, device: str) -> dict:
     try:
         cache = sampler._engine.vllm_config.cache_config
         result |= {"tokens_a_block": cache.block_size, "trajectories": cache.kv_cache_max_concurrency}
-        policy = Policy(base, lora_rank=size.lora_rank, head_chunk=size.head_chunk, device=device, dtype=torch.bfloat16)
+        policy = Policy(base, lora_rank=size.lora_rank, learning_rate=0.0, head_chunk=size.head_chunk, device=device,
+                        dtype=torch.bfloat16)
         before = await sampler.score(probe)
         result["mismatch_base"] = mean_gap(before, policy.score(probe))
         sync = WeightSync(policy, sampler, "adapter", "bfloat16")
@@ -403,12 +404,19 @@ async def check_engine(base: str, size: Size, device: str) -> dict:
             result |= {"mismatch_adapter": mean_gap(after, trained), "change_by_adapter": mean_gap(after, before)}
             result["adapters_listed"] = await sampler.adapters()
             if device == "cuda":
+                # an update while the engine sleeps, after the policy was in host memory: as on a small card
+                card, update = SharedCard("turns", sampler), updates(policy, random_datum(size))["ours"]
                 started = time.perf_counter()
-                await sampler.sleep()
+                for _ in range(2):
+                    await card.to_trainer()
+                    await card.to_engine(policy)
+                result["seconds_of_two_turns"] = time.perf_counter() - started
+                await card.to_trainer()
                 result["asleep_bytes"] = card_bytes_beside(policy)
-                await sampler.wake()
-                result["seconds_to_sleep_and_wake"] = time.perf_counter() - started
+                update()
+                await card.to_engine(policy)
                 result["change_by_sleep"] = mean_gap(after, await sampler.score(probe))
+                await card.to_trainer()
             with contextlib.suppress(torch.OutOfMemoryError):
                 policy.model.float()
                 result["rounding_of_trainer"] = mean_gap(trained, policy.score(probe))
@@ -417,10 +425,6 @@ async def check_engine(base: str, size: Size, device: str) -> dict:
             sync.close()
         sampler.close()
     return result
-
-
-def mean_gap(scores: list[float], others: list[float]) -> float:
-    return sum(abs(score - other) for score, other in zip(scores, others, strict=True)) / len(scores)
 
 
 # --- the verdict ----------------------------------------------------------------------------------------------------
@@ -492,7 +496,7 @@ def render(report: dict) -> str:
                      + (f" (planned {number(engine['planned_trajectories'])})" if "planned_trajectories" in engine else ""))
         if "asleep_bytes" in engine:
             lines.append(f"engine asleep: {(engine['asleep_bytes'] - report['context_bytes']) / GIB:.2f} GiB stay on the card; "
-                         f"asleep and awake again in {engine['seconds_to_sleep_and_wake']:.1f} s")
+                         f"a turn of each takes {engine['seconds_of_two_turns'] / 2:.1f} s beside their work")
     elif "skipped" in engine:
         lines.append(f"engine: {engine['skipped']}")
     lines.append(f"{'bound':<48}{'measured':>12}{'at most':>10}")

@@ -64,28 +64,34 @@ def test_a_random_adapter_is_sent_and_taken_back_in_turns_and_a_missing_part_is_
     card = SharedCard("turns", sampler)
     probe = chat.first_prompt([{"role": "user", "content": "Task: look at drawer 1. " * 20}])
 
-    async def make_policy():
-        async with card.trainers_turn():
-            assert await sampler._engine.is_sleeping()
-            card.policy = Policy(hybrid_model, lora_rank=8, device="cpu", dtype=torch.bfloat16)
-        assert not await sampler._engine.is_sleeping()
-
-    run(make_policy())
-    policy, sync, scores = card.policy, WeightSync(card.policy, sampler, "adapter", "bfloat16"), run(sampler.score(probe))
+    run(card.to_trainer())
+    assert run(sampler._engine.is_sleeping())
+    policy = Policy(hybrid_model, lora_rank=8, device="cpu", dtype=torch.bfloat16)
+    run(card.to_engine(policy))
+    assert not run(sampler._engine.is_sleeping())
+    sync, scores = WeightSync(policy, sampler, "adapter", "bfloat16"), run(sampler.score(probe))
     assert run(rehearse_adapter(policy, sampler, sync, card, probe)) < 0.1
     assert not policy.differs_from_base() and sampler.policy_version == "base"
     assert run(sampler.adapters()) == [] and run(sampler.score(probe)) == scores
 
     whole = policy.save_adapter
 
-    def without_recurrent_layers(folder, engine_layout=False):
-        whole(folder, engine_layout)
-        tensors = load_file(folder / "adapter_model.safetensors")
-        kept = {name: tensor for name, tensor in tensors.items() if "linear_attn" not in name}
-        assert 0 < len(kept) < len(tensors)
-        save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    def times(factor, part):
+        def save_adapter(folder, engine_layout=False):
+            whole(folder, engine_layout)
+            tensors = load_file(folder / "adapter_model.safetensors")
+            spoilt = {name: tensor * (factor if part in name else 1) for name, tensor in tensors.items()}
+            save_file(spoilt, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(policy, "save_adapter", without_recurrent_layers)
+        return save_adapter
+
+    monkeypatch.setattr(policy, "save_adapter", times(0, "in_proj_z"))
+    monkeypatch.setattr("train.REHEARSAL", 2_000_000)
+    with pytest.raises(WeightsDidNotArrive, match="the engine ignores the adapter's in_proj_z"):
+        run(rehearse_adapter(policy, sampler, sync, card, probe))
+    # something arrives of every kind, but it is not what was sent
+    monkeypatch.setattr(policy, "save_adapter", times(-1, "lora_B"))
+    monkeypatch.setattr("train.REHEARSAL", 3_000_000)
     with pytest.raises(WeightsDidNotArrive, match="does not play with all that is trained"):
         run(rehearse_adapter(policy, sampler, sync, card, probe))
     assert run(sampler.adapters()) == []

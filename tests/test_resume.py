@@ -106,7 +106,9 @@ def test_a_changed_setting_is_refused_before_the_first_checkpoint_too(unbroken, 
     run = tmp_path / "runs/one"
     for folder in ("rollouts", "checkpoints"):
         (run / folder).mkdir(parents=True)
-    shutil.copy(unbroken / "runs/one/settings.json", run)
+    began = json.loads((unbroken / "runs/one/settings.json").read_text())
+    del began["engine_tensor_parallel"]  # a setting without effect on the result may be newer than the run
+    (run / "settings.json").write_text(json.dumps(began))
     command = Command(tmp_path, "train.py", "--resume", "runs/one", "--learning-rate", 1e-4)
     assert command.end() == 1
     assert "error: --learning-rate was 0.001 in the run that is resumed and is now 0.0001" in command.output
@@ -309,7 +311,8 @@ def test_three_hundred_updates_leave_nothing_behind_and_take_no_more_each_time(w
     metrics = metrics_of(tmp_path)
     assert len(metrics) == updates and sum(m["rollout/env_faults"] for m in metrics) >= kills // 3  # the rest were compilers
     first, last = seen[60], seen[280]
-    for name in ("processes", "temporary", "checkpoints"):
-        assert last[name] <= first[name], (name, seen)  # a killed compiler comes back when there is something to compile
+    for name in ("temporary", "checkpoints"):
+        assert last[name] == first[name], (name, seen)
+    assert last["processes"] <= first["processes"], seen  # a killed compiler comes back when there is something to compile
     assert abs(last["threads"] - first["threads"]) <= 2 and abs(last["files"] - first["files"]) <= 4, seen
     assert last["megabytes"] < first["megabytes"] * 1.03, seen

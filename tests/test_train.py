@@ -14,6 +14,7 @@ from rollout import RolloutSettings, Sampler, SettingsError, gather_or_cancel, p
 from train import (
     MismatchTooLarge,
     Policy,
+    SharedCard,
     TrainSettings,
     WeightsDidNotArrive,
     WeightSync,
@@ -176,6 +177,40 @@ def test_two_engines_play_as_one_and_both_get_the_weights(run, warm_model, chat,
         sync.close()
     finally:
         both.close()
+
+
+class Recorded:
+    """Stands where sampler and policy do and writes down what is asked of them."""
+
+    def __init__(self):
+        self.events, self.device = [], torch.device("cuda")
+
+    async def sleep(self):
+        self.events.append("sleep")
+
+    async def wake(self):
+        self.events.append("wake")
+
+    def move(self, device):
+        self.device = device
+        self.events.append(device.type)
+
+
+@pytest.mark.parametrize(("layout", "first", "later"), [
+    ("together", [], []),
+    ("sleep", ["sleep", "make", "wake"], ["sleep", "work", "wake"]),
+    ("turns", ["sleep", "make", "cpu", "wake"], ["sleep", "cuda", "work", "cpu", "wake"]),
+])  # fmt: skip
+def test_who_shares_a_card_leaves_it_before_the_other_comes(run, layout, first, later):
+    both = Recorded()
+    card = SharedCard(layout, both)
+    for work, expected in (("make", first), ("work", later), ("work", later)):
+        both.events.clear()
+        run(card.to_trainer())
+        both.events.append(work)
+        run(card.to_engine(both))
+        assert both.events == (expected or [work])
+    assert both.device.type == ("cpu" if layout == "turns" else "cuda")
 
 
 def test_weights_that_do_not_reach_the_engine_stop_the_run(run, policy, sync, sampler, monkeypatch):

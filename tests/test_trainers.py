@@ -17,10 +17,15 @@ from pathlib import Path
 base, out = sys.argv[1:]
 data = torch.load(out + "/data.pt", weights_only=False)
 with train.joined_trainers() as rank:
-    policy = train.Policy(base, lora_rank=4, learning_rate=1e-2, device="cpu", seed=3 + rank)  # 3 is process 0's
+    def make():
+        global policy
+        policy = train.Policy(base, lora_rank=4, learning_rate=1e-2, device="cpu", seed=3 + rank)  # 3 is process 0's
+        return policy
     if rank:
-        train.follow(policy)
+        train.follow(make)
     else:
+        train.make_all()
+        make()
         train.same_everywhere(policy)
         try:
             metrics = []
