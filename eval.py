@@ -445,6 +445,8 @@ async def play_games(
         stack.callback(sampler.close)
         if model.rank:
             await load_weights(model, play, sampler, way, chat)
+        elif model.update:
+            sampler.policy_version = f"update-{model.update}"  # a whole model, which the engine has from its start
         before = working.so_far
         counted = sampler.counts.since(TokenCounts(**before["tokens"]))  # counting goes on where the last part stopped
         waiting = iter(games)
