@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from data import Game
-from environment import EnvironmentSettings, GameError, Group, WorldPool, WorldState
+from environment import GameError, Group, WorldPool, WorldState
 from protocol import ChatTokens, Status, check_prefix_extension, first_messages, parse_tool_call, tool_result
 
 INVALID_ACTION_PENALTY = 0.1

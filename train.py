@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -512,9 +512,11 @@ class Policy:
         kept = [weight.detach().clone() for weight in weights]
         for weight in weights:
             weight.data.copy_(scale * torch.randn(weight.shape, generator=generator))
-        yield
-        for weight, before in zip(weights, kept):
-            weight.data.copy_(before)
+        try:
+            yield
+        finally:
+            for weight, before in zip(weights, kept):
+                weight.data.copy_(before)
 
     def move(self, device: torch.device) -> None:
         """Take the weights and Adam's moments to another device."""
@@ -868,6 +870,10 @@ def layer_kinds(config) -> list[str]:
     return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
 
 
+def head_size(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class WeightCounts(NamedTuple):
     """How many numbers there are in a text model (a tied head counts once), in a LoRA adapter of rank 1, and in the
     largest matrix that an adapter changes."""
@@ -900,7 +906,7 @@ def attention_bytes_a_token(config, width: int, lora_rank: int) -> int:
 
     The kernel keeps no tokens x tokens matrix: q, k, v and the output only.
     """
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = head_size(config)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     gated = config.model_type.startswith("qwen3_5")  # q carries a gate: its copy, its sigmoid, gate times output
     if width == FP32:  # q before and after rotation, the output; k before and after, v; all of q's projection if gated
@@ -914,8 +920,7 @@ def attention_bytes_a_token(config, width: int, lora_rank: int) -> int:
 def kept_attention_bytes_a_token(config, width: int) -> int:
     """What all layers' attention kernels returned (output and, in fp32, its log-sum-exp), which is kept for backward."""
     if keeps_attention(config):
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_hidden_layers * config.num_attention_heads * (head * width + FP32)
+        return config.num_hidden_layers * config.num_attention_heads * (head_size(config) * width + FP32)
     return 0
 
 
@@ -1009,7 +1014,7 @@ def cache_shape(config, width: int, kernel_block: int = 16) -> tuple[int, int, i
     """
     kinds = layer_kinds(config)
     attention, recurrent = kinds.count("full_attention"), kinds.count("linear_attention")
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = head_size(config)
     layer_token = 2 * config.num_key_value_heads * head * width
     if not recurrent:
         return kernel_block, kernel_block * layer_token * attention, 1, 0
@@ -1169,20 +1174,18 @@ def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
         card = int(float(settings.plan) * GIB)
     dtype = torch.float32 if play.dtype == "float32" else torch.bfloat16
     way = resolve_sync(settings.weight_sync, str(dtype).removeprefix("torch."), settings.lora_rank)
+    allowed = tuple(LAYOUTS)
+    if settings.max_staleness:  # both are at work at the same time
+        allowed = ("together",)
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the trainers that follow stay on their cards
+        allowed = ("together", "sleep")
     return plan_memory(
         load_model_config(play.base_model), card=card, tokens=play.max_trajectory_tokens,
         concurrent=min(play.max_concurrent_requests, settings.games_per_batch * settings.group_size),
         lora_rank=settings.lora_rank, head_chunk=settings.head_chunk, width=dtype.itemsize,
         fused=not torch.cuda.is_available() or has_fused_delta_rule(),  # the gpu extra has it
-        merged=way == "merged", scored_tokens=PROBE_TOKENS,
-        # Sampling ahead keeps both at work; the trainers that follow stay on their cards.
-        allowed=tuple(LAYOUTS)[: 1 if settings.max_staleness else 3 if int(os.environ.get("WORLD_SIZE", "1")) == 1 else 2],
+        merged=way == "merged", scored_tokens=PROBE_TOKENS, allowed=allowed,
     )  # fmt: skip
-
-
-def require_fit(plan: MemoryPlan) -> None:
-    if not plan.fits:
-        raise SettingsError(f"the run does not fit on this GPU.\n{render_plan(plan)}")
 
 
 # --- weight sync --------------------------------------------------------------------------------------------------
@@ -1334,7 +1337,7 @@ async def rehearse_adapter(policy: Policy, sampler: Sampler, sync: WeightSync, c
 
 
 def mean_gap(scores: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.fmean(abs(score - other) for score, other in zip(scores, others, strict=True))
+    return parity(scores, others)["mismatch/mean"]
 
 
 # --- the run log --------------------------------------------------------------------------------------------------
@@ -1840,7 +1843,8 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         if torch.cuda.is_available():
             plan = plan_run(settings, play)
             if not play.engine_memory_share:
-                require_fit(plan)
+                if not plan.fits:
+                    raise SettingsError(f"the run does not fit on this GPU.\n{render_plan(plan)}")
                 play = replace(play, engine_memory_share=plan.engine_memory_share)
             layout, engine_options = plan.layout, {"enable_sleep_mode": plan.layout != "together"}
             print(f"Memory (--plan shows it): {LAYOUTS[layout]}; engine's share {play.engine_memory_share}", flush=True)

@@ -1,6 +1,5 @@
 """The training loop's parts on the real engine: parity with it, weight sync, what stops a run; and the whole command."""
 
-import asyncio
 import json
 import re
 from dataclasses import replace
@@ -8,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import train
 from advantages import group_advantages
 from rollout import RolloutSettings, Sampler, SettingsError, gather_or_cancel, play_group
 from train import (
