@@ -45,6 +45,9 @@ from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_di
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from tqdm import tqdm, trange
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -375,9 +378,8 @@ class Policy:
         """
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.base_model, self.temperature, self.head_chunk, self.lora_rank = base_model, temperature, head_chunk, lora_rank
-        dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        model, self.vision_language = load_base(base_model, dtype if lora_rank else torch.float32)
-        self._autocast = torch.autocast(self.device.type, dtype, enabled=not lora_rank and dtype != torch.float32)
+        self._dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        model, self.vision_language = load_base(base_model, self._dtype if lora_rank else torch.float32)
         model.config.use_cache = False
         recompute: dict[str, Any] = {"use_reentrant": False}
         if keeps_attention(model.config):
@@ -387,7 +389,8 @@ class Policy:
         self.model.to(self.device).train()  # training mode is what makes the layers recompute
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # Decoupled weight decay; at the recipe's 0 this is Adam.
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        self._make_optimizer = functools.partial(torch.optim.AdamW, lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        self.optimizer = self._make_optimizer(self.parameters)
         self._trained = False
         self.whole = True  # false if a step broke off half-way or ended in no numbers: such weights are not worth saving
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
@@ -419,7 +422,9 @@ class Policy:
 
         temperature: the sampling temperature if None.
         """
-        with self._autocast:
+        autocast = not self.lora_rank and self._dtype != torch.float32
+        # Each weight is used once, and a cache would hold the casts of all of them to the end of forward.
+        with torch.autocast(self.device.type, self._dtype, enabled=autocast, cache_enabled=False):
             output = self._decoder(input_ids=datum.tokens_T[None].to(self.device), use_cache=False)
         positions_A = datum.mask_T.nonzero()[:, 0]
         hidden_AD = output.last_hidden_state[0, positions_A.to(self.device)].to(self._head.weight.dtype)
@@ -433,7 +438,7 @@ class Policy:
         return self.logprobs(datum, temperature=1.0)[0].tolist()
 
     def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
-        """Add the gradient of one trajectory's summed loss; FloatingPointError before that if it is not finite.
+        """Add the gradient of one trajectory's summed loss; FloatingPointError, after that, if the loss is not finite.
 
         Returns what `update_metrics` wants of its A sampled tokens, float32 [4, A] on the CPU: new and old
         log-probabilities, advantages, entropies.
@@ -442,11 +447,11 @@ class Policy:
         old_logprobs_A = datum.old_logprobs_T[datum.mask_T].to(self.device)
         advantages_A = datum.advantages_T[datum.mask_T].to(self.device)
         loss = ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high)
+        loss.backward()  # before the error, for others that take part in it: see ShardedPolicy
         if not loss.isfinite():
             largest = (logprobs_A - old_logprobs_A).max().exp().item()
             raise FloatingPointError(f"{datum.name}: loss is {loss.item()}, largest ratio {largest:.3g}; no step was taken; "
                                      "what was saved before is intact. Lower --learning-rate if it comes again")
-        loss.backward()
         return torch.stack([logprobs_A.detach(), old_logprobs_A, advantages_A, entropies_A]).cpu()
 
     def step(self, grad_clip_norm: float) -> float:
@@ -454,7 +459,7 @@ class Policy:
 
         FloatingPointError, before any weight changes, if the norm is not finite.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm).item()
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm)).item()
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm}; no step was taken; what was saved before is intact. "
                                      "Lower --learning-rate if it comes again")
@@ -471,6 +476,14 @@ class Policy:
         else:
             self.model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=False).save_pretrained(folder)
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Adam's state in host memory: a weight's place in `parameters` and what it is (step, exp_avg, exp_avg_sq)."""
+        return {name: value.cpu() for name, value in self._moments().items()}
+
+    def _moments(self) -> dict[str, torch.Tensor]:
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        return {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state.items()}
 
     def load(self, folder: Path) -> None:
         """Replace the weights by those that `save` wrote; SettingsError if they are no such thing. Adam's state stays."""
@@ -558,6 +571,108 @@ class Policy:
                 yield f"{name.removeprefix('base_model.model.')}.weight", merged
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is, or put together from its parts: then all processes that have one must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class ShardedPolicy(Policy):
+    """A policy without adapter of which every trainer process holds a part: of weights, gradients and Adam's moments.
+
+    torch's `fully_shard` (FSDP2; Zhao et al. 2023) puts a layer's weights together while it computes, in fp32 as they
+    are, and sums gradients into the parts. Made whole, in host memory; `split` shares it out, and from then on what
+    process 0 calls is an order to the others (see `follow`). Files are those of a Policy, so a run may go on with
+    another number of processes.
+    """
+
+    def __init__(self, base_model: str, *, device: str | None = None, dtype: torch.dtype | None = None, **settings: Any):
+        """As a Policy with `lora_rank` 0; `device` and `dtype` are those of the parts and of what they compute."""
+        self._split_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = dtype or (torch.bfloat16 if self._split_device.type == "cuda" else torch.float32)
+        super().__init__(base_model, lora_rank=0, device="cpu", dtype=dtype, **settings)
+
+    def split(self, moments: dict[str, torch.Tensor]) -> None:
+        """Keep a part, in every process; `moments` are all of Adam's, in process 0."""
+        self.device, self._scorer = self._split_device, _Scorer(self.model, super().logprobs)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        for module in (*self._decoder.layers, self._scorer):
+            fully_shard(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)  # a sum over trajectories
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        self.parameters = list(self.model.parameters())
+        self.optimizer = self._make_optimizer(self.parameters)
+        [names] = self._from_first([*moments])
+        for name in names:
+            index, _, kind = name.partition(".")
+            parameter = self.parameters[int(index)]
+            if kind == "step":
+                [value] = self._from_first(moments.get(name))
+            else:
+                value = moments[name] if name in moments else torch.empty(parameter.shape)
+                value = distribute_tensor(value.to(self.device), mesh, parameter.placements)
+            self.optimizer.state[parameter][kind] = value
+
+    @staticmethod
+    def _from_first(value: Any) -> list:
+        values = [value]
+        dist.broadcast_object_list(values, 0)
+        return values
+
+    def logprobs(self, datum: TrainingDatum, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._scorer(datum, temperature)
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        _order("score", tokens)
+        return self.score_together(tokens)
+
+    def score_together(self, tokens: Sequence[int]) -> list[float]:
+        scores = super().score(tokens)
+        self._scorer.reshard()  # which otherwise waits for a backward
+        return scores
+
+    def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
+        try:
+            return super().accumulate(datum, clip_low, clip_high)
+        except FloatingPointError:
+            raise
+        except BaseException:
+            self.whole = False  # the others wait inside this trajectory: nothing can be saved with them
+            raise
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder, state_dict=dict(self.merged_tensors()))
+        AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=False).save_pretrained(folder)
+
+    def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        _order("gather", "weights")
+        yield from self.gather("weights").items()
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        _order("gather", "moments")
+        return self.gather("moments")
+
+    def gather(self, what: str) -> dict[str, torch.Tensor]:
+        """All whole weights or moments, by name, in the host memory of process 0: whatever it does with them then, no other waits."""
+        parts = dict(self.model.named_parameters()) if what == "weights" else self._moments()
+        gathered = {}
+        for name, part in parts.items():
+            tensor = whole(part.detach())
+            if dist.get_rank() == 0:
+                gathered[name] = tensor.cpu()
+        return gathered
+
+
+class _Scorer(torch.nn.Module):
+    """The model, entered where trajectories are scored: around that FSDP puts together what no layer has (embeddings, head)."""
+
+    def __init__(self, model: torch.nn.Module, logprobs: Callable) -> None:
+        super().__init__()
+        self.model, self._logprobs = model, logprobs
+
+    def forward(self, datum: TrainingDatum, temperature: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._logprobs(datum, temperature)
+
+
 def has_fused_delta_rule() -> bool:
     """Whether flash-linear-attention works here: then transformers uses it for Gated DeltaNet, whatever the device."""
     try:
@@ -625,11 +740,17 @@ def joined_trainers() -> Iterator[int]:
         dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
 
 
-def deal(data: Sequence[TrainingDatum], hands: int) -> list[list[int]]:
-    """Indices of the data by process: the longest first, each to whoever has the fewest tokens."""
+def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
+    """Indices of the data by process: the longest first, each to whoever has the fewest tokens.
+
+    in_step: one after the other instead, for processes that work on their first, second, ... at the same time.
+    """
+    longest_first = sorted(range(len(data)), key=lambda index: -len(data[index].tokens_T))
+    if in_step:
+        return [longest_first[hand::hands] for hand in range(hands)]
     dealt: list[list[int]] = [[] for _ in range(hands)]
     held = [0] * hands
-    for index in sorted(range(len(data)), key=lambda index: -len(data[index].tokens_T)):
+    for index in longest_first:
         hand = held.index(min(held))
         dealt[hand].append(index)
         held[hand] += len(data[index].tokens_T)
@@ -644,30 +765,42 @@ def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[fl
     """
     if not dist.is_initialized():
         return [policy.accumulate(datum, *clip) for datum in data]
-    hands = deal(data, dist.get_world_size())
+    sharded = isinstance(policy, ShardedPolicy)
+    shares = [
+        [(index, data[index], clip) for index in hand] for hand in deal(data, dist.get_world_size(), in_step=sharded)
+    ]
+    if sharded:  # all take part in every forward and backward: who has one less repeats another, without advantage
+        shortest = min(data, key=lambda datum: len(datum.tokens_T))
+        idle = replace(shortest, advantages_T=torch.zeros_like(shortest.advantages_T))
+        shares = [share + [(-1, idle, clip)] * (len(shares[0]) - len(share)) for share in shares]
     _order("accumulate")
-    return _accumulate_share(policy, [[(index, data[index], clip) for index in hand] for hand in hands])
+    return _accumulate_share(policy, shares)
 
 
 def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
     mine: list = [None]
     dist.scatter_object_list(mine, shares or None, src=0)
+    sharded = isinstance(policy, ShardedPolicy)
     results, failure = {}, None
-    try:
-        for index, datum, clip in mine[0]:
+    for index, datum, clip in mine[0]:
+        try:
             results[index] = policy.accumulate(datum, *clip)
-    except Exception as error:  # the others must hear of it, or they wait for this one's gradient
-        failure = error
+        except Exception as error:  # the others must hear of it, or they wait for this one's gradient
+            if sharded and not policy.whole:
+                raise
+            failure = failure or error
+            if not sharded:
+                break
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (results, failure))
     for _, other in everyone:
         if other is not None:
             raise other
-    for parameter in policy.parameters:
+    for parameter in [] if sharded else policy.parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
-    joined = {index: tokens for results, _ in everyone for index, tokens in results.items()}
+    joined = {index: tokens for results, _ in everyone for index, tokens in results.items() if index >= 0}
     return [joined[index] for index in sorted(joined)]
 
 
@@ -680,7 +813,7 @@ def step_all(policy: Policy, grad_clip_norm: float) -> float:
 
 
 def same_everywhere(policy: Policy) -> None:
-    """Give every process the weights and the Adam state of process 0."""
+    """Give every process the weights and the Adam state of process 0; of a ShardedPolicy the weights, see split_all."""
     if not dist.is_initialized():
         return
     _order("copy", bool(policy.optimizer.state))
@@ -690,13 +823,19 @@ def same_everywhere(policy: Policy) -> None:
 def _copy_from_first(policy: Policy, stepped: bool) -> None:
     for parameter in policy.parameters:
         dist.broadcast(parameter.data, 0)
-        if stepped:
+        if stepped and not isinstance(policy, ShardedPolicy):
             state = policy.optimizer.state[parameter]
             state.setdefault("step", torch.zeros(()))
             for name in ("exp_avg", "exp_avg_sq"):
                 state.setdefault(name, torch.zeros_like(parameter))
             for value in state.values():
                 dist.broadcast(value, 0)
+
+
+def split_all(policy: ShardedPolicy) -> None:
+    """`policy.split` in every process."""
+    _order("split")
+    policy.split(Policy.moments(policy))
 
 
 def _meet() -> None:
@@ -729,12 +868,19 @@ def follow(make: Callable[[], Policy]) -> None:
             with contextlib.suppress(FloatingPointError):  # process 0 raises it too, and decides
                 _accumulate_share(policy, [])
         elif what == "step":
-            policy.step(*how)
+            with contextlib.suppress(FloatingPointError):
+                policy.step(*how)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # for the engine that may be on this card
             _meet()
-        else:
+        elif what == "copy":
             _copy_from_first(policy, *how)
+        elif what == "split":
+            policy.split({})
+        elif what == "gather":
+            policy.gather(*how)
+        else:
+            policy.score_together(*how)
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -758,6 +904,10 @@ class TrainSettings:
     grad_clip_norm: float = flag(1.0, "largest norm of an update's gradient")
     ppo_clip_low: float = flag(0.8, "lower clip threshold of the ratio")
     ppo_clip_high: float = flag(1.2, "upper clip threshold of the ratio")
+    shard_trainers: bool = flag(
+        False, "with --lora-rank 0, under torchrun: the trainers hold a part each of weights, gradients and Adam's moments "
+        "(FSDP2) instead of all", fixed=False,
+    )  # fmt: skip
     max_staleness: int = flag(0, "1 samples the next batch, with the weights at hand, while the trainer works; 0 is on-policy")
     head_chunk: int = flag(256, "assistant tokens whose logits exist at the same time", fixed=False)
     weight_sync: str = flag("auto", "adapter (hot-loaded LoRA), merged (summed weights, reloaded) or auto: merged in float32")
@@ -795,6 +945,7 @@ class TrainSettings:
         )  # fmt: skip
         require(bool(re.fullmatch(r"|here|0*[1-9]\d*(\.\d+)?", self.plan)), "plan", self.plan, "a size in GiB, as in --plan 80, or nothing")
         require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
+        require(not self.shard_trainers or self.lora_rank == 0, "lora_rank", self.lora_rank, "0 with --shard-trainers")
         require(self.lora_rank > 0 or self.weight_sync != "adapter", "weight_sync", "adapter", "merged with --lora-rank 0")
         require(
             self.run_name in ("", Path(self.run_name).name) and self.run_name != "..", "run_name", self.run_name,
@@ -875,12 +1026,14 @@ def head_size(config) -> int:
 
 
 class WeightCounts(NamedTuple):
-    """How many numbers there are in a text model (a tied head counts once), in a LoRA adapter of rank 1, and in the
-    largest matrix that an adapter changes."""
+    """How many numbers there are in a text model (a tied head counts once), in a LoRA adapter of rank 1, in the largest
+    matrix that an adapter changes, in the largest layer, and in what belongs to no layer (embeddings, head)."""
 
     model: int
     adapter: int
     largest: int
+    layer: int
+    outside: int
 
 
 def count_weights(config) -> WeightCounts:
@@ -894,10 +1047,14 @@ def count_weights(config) -> WeightCounts:
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
         and (targets is None or name.rpartition(".")[2] in targets)
     ]  # fmt: skip
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.get_decoder().layers]
     return WeightCounts(
-        model=sum(parameter.numel() for parameter in model.parameters()),
+        model=whole,
         adapter=sum(sum(weight.shape) for weight in adapted),
         largest=max(weight.numel() for weight in adapted),
+        layer=max(layers),
+        outside=whole - sum(layers),
     )
 
 
@@ -968,8 +1125,11 @@ def layer_bytes_a_token(config, kind: str, width: int, lora_rank: int, fused: bo
 
 
 def trainer_memory(config, counts: WeightCounts, *, tokens: int, head_chunk: int, lora_rank: int, width: int,
-                   fused: bool = False, merged: bool = False) -> tuple[dict[str, int], int, int]:
+                   fused: bool = False, merged: bool = False, shards: int = 1) -> tuple[dict[str, int], int, int]:
     """The trainer by part, what stays between updates, and the peak of an update, in bytes; one trajectory a micro-batch.
+
+    shards: processes over which a policy without adapter is split (see ShardedPolicy). Beside its part, each then has
+    the embeddings and their gradient whole, and three layers: one that computes, its gradient, the next one.
 
     Weights, adapter (always fp32) and Adam's two moments stay. An update adds gradients and the largest of its phases:
     what forward keeps (a hidden state a layer a token, what attention returned) with either the head chunk (two fp32 [head_chunk, vocabulary] buffers, and the hidden
@@ -981,22 +1141,24 @@ def trainer_memory(config, counts: WeightCounts, *, tokens: int, head_chunk: int
     stream_width = width if lora_rank else FP32
     layer = max(layer_bytes_a_token(config, kind, width, lora_rank, fused) for kind in set(layer_kinds(config)))
     head_gradient = 0 if lora_rank else FP32 * config.vocab_size * config.hidden_size
+    part = FP32 * math.ceil(trained / shards)
     parts = {
-        "weights": counts.model * (width if lora_rank else FP32),
+        "weights": width * counts.model if lora_rank else part,
         "adapter": FP32 * adapter,
-        "Adam's moments": 2 * FP32 * trained,
-        "gradients": FP32 * trained,
+        "Adam's moments": 2 * part,
+        "gradients": part,
+        "whole layers and embeddings": FP32 * (3 * counts.layer + 2 * counts.outside) if shards > 1 else 0,
         "a hidden state a layer a token": stream_width * config.hidden_size * config.num_hidden_layers * tokens,
         "what attention returned": kept_attention_bytes_a_token(config, width) * tokens,
         "one layer, computed again": layer * tokens + (0 if lora_rank else FP32 * counts.largest),
         "head chunk": 2 * FP32 * head_chunk * config.vocab_size
         + (2 * FP32 + 3 * width) * config.hidden_size * tokens + head_gradient,
-        "Adam's step": FP32 * trained,
-        "copy for the engine": 3 * FP32 * counts.largest if merged else 0,
+        "Adam's step": part,
+        "copy for the engine": FP32 * (3 * counts.largest if shards == 1 else 2 * counts.outside) if merged else 0,
     }  # fmt: skip
     resident = parts["weights"] + parts["adapter"] + parts["Adam's moments"]
     kept = parts["a hidden state a layer a token"] + parts["what attention returned"]
-    backward = kept + max(parts["one layer, computed again"], parts["head chunk"])
+    backward = kept + parts["whole layers and embeddings"] + max(parts["one layer, computed again"], parts["head chunk"])
     return parts, resident, resident + max(
         parts["gradients"] + max(backward, parts["Adam's step"]), parts["copy for the engine"]
     )  # fmt: skip
@@ -1029,14 +1191,23 @@ def cache_shape(config, width: int, kernel_block: int = 16) -> tuple[int, int, i
 
 
 def cache_of_trajectory(config, width: int, tokens: int, kernel_block: int = 16) -> int:
-    """Bytes of the engine's cache that a sequence of so many tokens takes while it runs."""
+    """Bytes of the engine's cache that a sequence of so many tokens takes while it runs; config: see engine_share."""
     block, block_bytes, groups, states = cache_shape(config, width, kernel_block)
     return block_bytes * (groups * math.ceil(tokens / block) + states)
 
 
+def engine_share(config, tensor_parallel: int):
+    """The config of what one of the GPUs has over which an engine splits a model: its share of the heads and the MLP."""
+    share = copy.copy(config)
+    for name in ("intermediate_size", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"):
+        if hasattr(config, name):
+            setattr(share, name, math.ceil(getattr(config, name) / tensor_parallel))
+    return share
+
+
 def engine_memory(config, counts: WeightCounts, *, lora_rank: int, concurrent: int, width: int,
-                  scored_tokens: int) -> dict[str, int]:
-    """The engine by part, without its cache, in bytes.
+                  scored_tokens: int, tensor_parallel: int = 1) -> dict[str, int]:
+    """The engine by part, without its cache, in bytes on one of its GPUs; config: see engine_share.
 
     The slots of one adapter are in the weights' format. A step holds three tensors of the MLP and four hidden states
     for each of its tokens, or logits and log-probabilities of all sequences; a scored text (see WeightSync) those of its
@@ -1044,8 +1215,8 @@ def engine_memory(config, counts: WeightCounts, *, lora_rank: int, concurrent: i
     """
     step = ENGINE_STEP_TOKENS * width * (3 * config.intermediate_size + 4 * config.hidden_size)
     return {
-        "weights": counts.model * width,
-        "LoRA slots": lora_rank * counts.adapter * width,
+        "weights": math.ceil(counts.model / tensor_parallel) * width,
+        "LoRA slots": lora_rank * counts.adapter * width,  # half of an adapter is on every GPU, and it is small
         "activations": max(step, 3 * FP32 * concurrent * config.vocab_size),
         "CUDA graphs": CUDA_GRAPHS,
         "scoring a text": 3 * FP32 * scored_tokens * config.vocab_size,
@@ -1063,15 +1234,17 @@ OUTSIDE_ENGINE_SHARE = ("scoring a text", "CUDA context")  # not counted by vLLM
 
 def plan_memory(config, *, card: int, tokens: int = 12_000, concurrent: int = 64, lora_rank: int = 32,
                 head_chunk: int = 256, width: int = 2, fused: bool = False, merged: bool = False,
-                scored_tokens: int = 256, allowed: tuple[str, ...] = tuple(LAYOUTS)) -> MemoryPlan:
+                scored_tokens: int = 256, shards: int = 1, tensor_parallel: int = 1,
+                allowed: tuple[str, ...] = tuple(LAYOUTS)) -> MemoryPlan:
     """Share a card of `card` bytes between trainer and engine, for a text model's config; `advice` says what to change.
 
-    `fused`: flash-linear-attention is there. `merged`: weights go to the engine merged, not as an adapter. `allowed`:
-    layouts to choose from.
+    `fused`: flash-linear-attention is there. `merged`: weights go to the engine merged, not as an adapter. `shards`,
+    `tensor_parallel`: GPUs over which trainer and engine are split; the card is one of both. `allowed`: layouts to
+    choose from.
     """
     asked = {"tokens": tokens, "concurrent": concurrent, "lora_rank": lora_rank, "head_chunk": head_chunk}
     same = {"card": card, "width": width, "fused": fused, "merged": merged, "scored_tokens": scored_tokens,
-            "allowed": allowed}  # fmt: skip
+            "shards": shards, "tensor_parallel": tensor_parallel, "allowed": allowed}  # fmt: skip
     counts = count_weights(config)
 
     def plan_with(**changed) -> MemoryPlan:
@@ -1097,20 +1270,22 @@ def plan_memory(config, *, card: int, tokens: int = 12_000, concurrent: int = 64
 
 
 def share_card(config, counts: WeightCounts, *, card: int, tokens: int, concurrent: int, lora_rank: int,
-               head_chunk: int, width: int, fused: bool, merged: bool, scored_tokens: int, allowed: tuple[str, ...]) -> MemoryPlan:
+               head_chunk: int, width: int, fused: bool, merged: bool, scored_tokens: int, shards: int,
+               tensor_parallel: int, allowed: tuple[str, ...]) -> MemoryPlan:
     """The plan without advice.
 
     With less cache than `concurrent` of the longest trajectories take, some wait, or lose their history to others and
     compute it again: slower, not wrong. So a layout with room for all is preferred, and else the roomiest.
     """
     parts, resident, peak = trainer_memory(config, counts, tokens=tokens, head_chunk=head_chunk, lora_rank=lora_rank,
-                                           width=width, fused=fused, merged=merged)
+                                           width=width, fused=fused, merged=merged, shards=shards)
     slack = int(ALLOCATOR_SLACK * (peak - resident))
     parts = parts | {"held by the allocator": slack, "CUDA context": CUDA_CONTEXT}
     resident, peak = resident + CUDA_CONTEXT, peak + slack + CUDA_CONTEXT
-    engine = engine_memory(config, counts, lora_rank=0 if merged else lora_rank, concurrent=concurrent, width=width,
-                           scored_tokens=scored_tokens)
-    fixed, one = sum(engine.values()), cache_of_trajectory(config, width, tokens)
+    share = engine_share(config, tensor_parallel)
+    engine = engine_memory(share, counts, lora_rank=0 if merged else lora_rank, concurrent=concurrent, width=width,
+                           scored_tokens=scored_tokens, tensor_parallel=tensor_parallel)
+    fixed, one = sum(engine.values()), cache_of_trajectory(share, width, tokens)
     usable = int(USABLE_SHARE * card)
 
     beside_engine = {"together": peak, "sleep": resident, "turns": CUDA_CONTEXT}  # the trainer's, in play
@@ -1174,17 +1349,21 @@ def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
         card = int(float(settings.plan) * GIB)
     dtype = torch.float32 if play.dtype == "float32" else torch.bfloat16
     way = resolve_sync(settings.weight_sync, str(dtype).removeprefix("torch."), settings.lora_rank)
-    allowed = tuple(LAYOUTS)
+    allowed, processes = tuple(LAYOUTS), int(os.environ.get("WORLD_SIZE", "1"))
     if settings.max_staleness:  # both are at work at the same time
         allowed = ("together",)
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the trainers that follow stay on their cards
+    elif processes > 1:  # the trainers that follow stay on their cards
         allowed = ("together", "sleep")
     return plan_memory(
         load_model_config(play.base_model), card=card, tokens=play.max_trajectory_tokens,
-        concurrent=min(play.max_concurrent_requests, settings.games_per_batch * settings.group_size),
+        concurrent=min(
+            play.max_concurrent_requests,
+            math.ceil(settings.games_per_batch / play.engine_data_parallel) * settings.group_size,
+        ),
         lora_rank=settings.lora_rank, head_chunk=settings.head_chunk, width=dtype.itemsize,
         fused=not torch.cuda.is_available() or has_fused_delta_rule(),  # the gpu extra has it
-        merged=way == "merged", scored_tokens=PROBE_TOKENS, allowed=allowed,
+        merged=way == "merged", scored_tokens=PROBE_TOKENS, shards=processes if settings.shard_trainers else 1,
+        tensor_parallel=play.engine_tensor_parallel, allowed=allowed,
     )  # fmt: skip
 
 
@@ -1511,9 +1690,7 @@ def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int
     shutil.rmtree(partial, ignore_errors=True)
     policy.save(partial / "sampler")
     (partial / "state").mkdir()
-    states = [policy.optimizer.state.get(parameter, {}) for parameter in policy.parameters]
-    moments = {f"{i}.{name}": value.cpu() for i, state in enumerate(states) for name, value in state.items()}
-    save_file(moments, partial / "state" / ADAM)
+    save_file(policy.moments(), partial / "state" / ADAM)
     about = json.dumps({"run": run_dir.name} | asdict(progress), indent=1) + "\n"
     for part in ("state", "sampler"):
         (partial / part / "training.json").write_text(about)
@@ -1744,11 +1921,9 @@ def train_on(
     if data:
         metrics = update_metrics(*torch.cat(accumulate_all(policy, data, clip), dim=1), *clip)
         probe = data[0].tokens_T[:PROBE_TOKENS].tolist()
-    elif played:
-        datum = datum_of(played[0][0], 0.0)
-        with torch.no_grad():
-            logprobs_A, _ = policy.logprobs(datum)
-        metrics = mismatch_metrics(logprobs_A.cpu(), datum.old_logprobs_T[datum.mask_T])
+    elif played:  # adds zeros to the gradient
+        [(logprobs_A, old_logprobs_A, *_)] = accumulate_all(policy, [datum_of(played[0][0], 0.0)], clip)
+        metrics = mismatch_metrics(logprobs_A, old_logprobs_A)
     else:
         return {}, None
     check_mismatch(metrics, settings.max_mismatch_kl)
@@ -1786,8 +1961,12 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
     Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
     finished, and what was learned is saved.
     """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    require(not settings.shard_trainers or processes > 1, "shard_trainers", True,
+            "used under torchrun, as in torchrun --nproc-per-node 4 train.py --shard-trainers ...")  # fmt: skip
     if settings.plan:
-        print(render_plan(plan_run(settings, play)))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(render_plan(plan_run(settings, play)))
         return
     with joined_trainers() as rank:
         if torch.cuda.is_available() and dist.is_initialized():  # the present device is a thread's own
@@ -1869,6 +2048,10 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             same_everywhere(policy)
             await card.to_engine(policy)
             print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
+        if settings.shard_trainers:
+            await card.to_trainer()
+            await asyncio.to_thread(split_all, policy)
+            await card.to_engine(policy)
         if progress.weights_version:
             await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
         scores = await sampler.score(probe)
@@ -1978,9 +2161,9 @@ def closing_lines(lines: Sequence[dict]) -> str:
 
 
 def make_policy(settings: TrainSettings, play: RolloutSettings) -> Policy:
-    return Policy(
+    make = ShardedPolicy if settings.shard_trainers else functools.partial(Policy, lora_rank=settings.lora_rank)
+    return make(
         play.base_model,
-        lora_rank=settings.lora_rank,
         learning_rate=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,

@@ -1,14 +1,19 @@
 """The memory plan: the trainer's part against counted peaks of real updates, the engine's against vLLM's rules, layouts."""
 
 import gc
+import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 import transformers.masking_utils
+from conftest import ROOT
 from gpu_check import LiveBytes, plain_loss, standing_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 from train import (
     GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, cache_of_trajectory, cache_shape, count_weights, make_datum,
@@ -39,6 +44,8 @@ def bases(tmp_path_factory):
     for name, make in CONFIGS.items():
         AutoModelForCausalLM.from_config(make()).save_pretrained(root / name)
     AutoModelForCausalLM.from_config(CONFIGS["qwen3"](vocab_size=30_000)).save_pretrained(root / "wide")
+    deep = CONFIGS["qwen3"](vocab_size=6_000, intermediate_size=3_000, num_hidden_layers=4)
+    AutoModelForCausalLM.from_config(deep).save_pretrained(root / "deep")
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -81,6 +88,62 @@ def test_trainers_memory_is_as_planned(bases, model, lora_rank, dtype, tokens, c
     assert planned_peak == pytest.approx(peak, rel=0.15)
     if lora_rank:  # where the weights do not hide it
         assert planned_peak - planned_resident == pytest.approx(peak - resident, rel=0.15)
+
+
+SHARDED = """
+import gc, json, sys
+import torch
+from torch.distributed.tensor import DTensor
+from gpu_check import LiveBytes, standing_tensors
+from test_plan import datum_of
+from train import ShardedPolicy, joined_trainers
+
+class PartBytes(LiveBytes):
+    # FSDP frees a storage by giving it the size 0, so sizes are asked for anew after every operation
+    def _follow(self, tensor):
+        super()._follow(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+        self.now = sum(storage.nbytes() for reference in [*self._alive.values()] if (storage := reference()) is not None)
+        self.peak = max(self.peak, self.now)
+
+with joined_trainers() as rank:
+    measured = []
+    for base, dtype, tokens in json.loads(sys.argv[1]):
+        policy = ShardedPolicy(base, head_chunk=64, device="cpu", dtype=getattr(torch, dtype))
+        policy.split({})
+        datum = datum_of(tokens, tokens // 2)
+        policy.accumulate(datum, 0.8, 1.2)
+        policy.step(1.0)
+        gc.collect()
+        with PartBytes(*standing_tensors(policy)) as live:
+            resident = live.now
+            for _ in range(2):
+                policy.accumulate(datum, 0.8, 1.2)
+            policy.step(1.0)
+        measured.append((resident, live.peak))
+    if rank == 0:
+        print(json.dumps(measured))
+"""
+
+
+def test_memory_of_a_sharded_policy_is_as_planned(bases, tmp_path):
+    cases = [("qwen3", "float32", 300), ("qwen3", "bfloat16", 1500), ("deep", "float32", 60), ("qwen3_5", "float32", 500)]
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script,
+         json.dumps([(bases[model], dtype, tokens) for model, dtype, tokens in cases])],
+        capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    for (model, dtype, tokens), (resident, peak) in zip(cases, json.loads(result.stdout), strict=True):
+        config = AutoConfig.from_pretrained(bases[model])
+        _, planned_resident, planned_peak = trainer_memory(
+            config, count_weights(config), tokens=tokens, head_chunk=64 if tokens > 128 else tokens // 2, lora_rank=0,
+            width=getattr(torch, dtype).itemsize, shards=2,
+        )  # fmt: skip
+        assert planned_resident == pytest.approx(resident, rel=0.01)
+        assert planned_peak == pytest.approx(peak, rel=0.15)
 
 
 def fake_update(config, tokens, sampled, head_chunk, lora_rank):
@@ -191,6 +254,17 @@ def test_layouts_of_the_recipe(gib, layout, room):
     table = render_plan(plan)
     assert f"layout: {layout}" in table and f"--engine-memory-share {plan.engine_memory_share:.2f}" in table
     assert all(name in table for name, size in (plan.trainer | plan.engine).items() if size)
+
+
+def test_every_weight_of_the_recipe_needs_shards_and_tensor_parallel_engines_have_more_room():
+    whole = {"lora_rank": 0, "merged": True, "card": 80 * GIB, "allowed": ("together", "sleep")}
+    assert not plan_memory(RECIPE, **whole).fits
+    four = plan_memory(RECIPE, **whole, shards=4)
+    assert four.fits and four.trainer["weights"] == four.trainer["gradients"] == count_weights(RECIPE).model
+    one, two = (plan_memory(RECIPE, card=24 * GIB, tensor_parallel=size, allowed=("turns",)) for size in (1, 2))
+    assert two.engine["weights"] == one.engine["weights"] // 2
+    assert two.cache_of_trajectory == pytest.approx(one.cache_of_trajectory / 2, rel=0.01)
+    assert two.layouts["turns"] > 2 * one.layouts["turns"]
 
 
 def test_engine_sleeps_where_that_is_enough():

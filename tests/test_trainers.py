@@ -8,37 +8,55 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, STARTER
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from train import deal, make_datum
 
 SCRIPT = """
 import json, sys, torch, train
 from pathlib import Path
-base, out = sys.argv[1:]
+base, out, kind, resume = sys.argv[1:]
 data = torch.load(out + "/data.pt", weights_only=False)
 with train.joined_trainers() as rank:
     def make():
         global policy
-        policy = train.Policy(base, lora_rank=4, learning_rate=1e-2, device="cpu", seed=3 + rank)  # 3 is process 0's
+        settings = {"learning_rate": 1e-2, "device": "cpu", "seed": 3 + rank}  # the seed that counts is process 0's
+        if kind == "sharded":
+            policy = train.ShardedPolicy(base, **settings)
+        else:
+            policy = train.Policy(base, lora_rank=4 if kind == "adapter" else 0, **settings)
         return policy
     if rank:
         train.follow(make)
     else:
         train.make_all()
         make()
+        if resume:
+            train.load_checkpoint(policy, Path(resume))
         train.same_everywhere(policy)
+        if kind == "sharded":
+            train.split_all(policy)
+        metrics = []
         try:
-            metrics = []
             for number in (5, 5, 1):  # in the last update one process has nothing to do
                 tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
                 metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
-                metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
+                if kind != "sharded":
+                    metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
                 metrics[-1]["norm"] = train.step_all(policy, 1.0)
+            metrics.append({"score": policy.score(data[0].tokens_T.tolist())})
             print(json.dumps(metrics))
         except FloatingPointError as error:
             print("failed:", error)
-torch.save([p.detach() for p in policy.parameters], out + f"/weights-{rank}.pt")
-torch.save([v for s in policy.optimizer.state.values() for v in s.values()], out + f"/adam-{rank}.pt")
+        if kind != "adapter":
+            Path(out, "checkpoints").mkdir()
+            train.save_checkpoint(Path(out), policy, train.Progress(3, 3, 0, "", {}, {}), keep=0)
+if kind != "sharded":
+    torch.save([p.detach() for p in policy.parameters], out + f"/weights-{rank}.pt")
+    torch.save([v for s in policy.optimizer.state.values() for v in s.values()], out + f"/adam-{rank}.pt")
 """
 
 
@@ -54,14 +72,14 @@ def random_data(lengths, broken=False):
     return data
 
 
-def run(tmp_path, processes, base, broken=False):
-    out = tmp_path / f"{processes}-{broken}"
+def run(tmp_path, processes, base, broken=False, kind="adapter", resume=""):
+    out = tmp_path / f"{processes}-{broken}-{kind}-{bool(resume)}"
     out.mkdir()
     torch.save(random_data([40, 25, 70, 31, 55], broken), out / "data.pt")
     (out / "script.py").write_text(SCRIPT)
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     result = subprocess.run(
-        [sys.executable, *start, out / "script.py", base, out], capture_output=True, text=True, timeout=300,
+        [sys.executable, *start, out / "script.py", base, out, kind, resume], capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -70,8 +88,6 @@ def run(tmp_path, processes, base, broken=False):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -79,6 +95,8 @@ def base(tmp_path_factory):
         num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    words = {str(number): number for number in range(64)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "0"))).save_pretrained(folder)
     return str(folder)
 
 
@@ -88,14 +106,18 @@ def test_data_are_dealt_evenly_and_each_once():
     assert sorted(hands[0] + hands[1]) == [0, 1, 2, 3, 4]
     assert [sum(len(data[index].tokens_T) for index in hand) for hand in hands] == [68 + 29, 53 + 38 + 23]
     assert deal(data[:1], 3) == [[0], [], []]
+    assert deal(data, 2, in_step=True) == [[2, 0, 1], [4, 3]]
+
+
+def check_metrics(text, shared_text):
+    for one, two in zip(json.loads(text), json.loads(shared_text), strict=True):
+        for name in one.keys() & two.keys():
+            torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), rtol=1e-4, atol=1e-6)
 
 
 def test_two_processes_are_one_within_rounding(base, tmp_path):
     (alone, text), (shared, shared_text) = run(tmp_path, 1, base), run(tmp_path, 2, base)
-    for one, two in zip(json.loads(text), json.loads(shared_text), strict=True):
-        assert one["train/tokens"] == two["train/tokens"]
-        for name in one:
-            torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), rtol=1e-4, atol=1e-6)
+    check_metrics(text, shared_text)
     expected = torch.load(alone / "weights-0.pt")
     for rank in (0, 1):
         # Adam's quotient magnifies rounding where a gradient is about 0; the bound is a hundredth of one step.
@@ -107,22 +129,46 @@ def test_two_processes_are_one_within_rounding(base, tmp_path):
 
 
 def test_an_error_in_one_process_is_raised_in_all_and_nobody_hangs(base, tmp_path):
-    _, text = run(tmp_path, 2, base, broken=True)
+    out, text = run(tmp_path, 2, base, broken=True)
     assert text.startswith("failed: trajectory 1: loss is ")
-    assert torch.load(tmp_path / "2-True" / "adam-1.pt") == []
+    assert torch.load(out / "adam-1.pt") == []
+    out, text = run(tmp_path, 2, base, broken=True, kind="sharded")
+    assert text.startswith("failed: trajectory 1: loss is ")
+    weights, adam = saved(out)  # what was there before is saved with the others' help
+    assert not adam and torch.equal(weights["model.norm.weight"], torch.ones(32))
+
+
+def saved(out):
+    """Weights and Adam's state of a checkpoint."""
+    folder = out / "checkpoints" / "latest"
+    return load_file(folder / "sampler" / "model.safetensors"), load_file(folder / "state" / "optimizer.safetensors")
+
+
+def test_sharded_processes_are_one_and_either_goes_on_from_the_others_checkpoint(base, tmp_path):
+    latest = ""
+    for processes in (3, 2):  # among three no weight is split evenly
+        alone, text = run(tmp_path, 1, base, kind="whole", resume=latest and str(sharded / latest))
+        sharded, sharded_text = run(tmp_path, processes, base, kind="sharded", resume=latest and str(first / latest))
+        check_metrics(text, sharded_text)
+        for ours, theirs, bound in zip(saved(sharded), saved(alone), (1e-4, 1e-6), strict=True):
+            assert ours.keys() == theirs.keys() and ours
+            for name in ours:
+                torch.testing.assert_close(ours[name], theirs[name], atol=bound * (2 if latest else 1), rtol=1e-3)
+        first, latest = alone, "checkpoints/latest"
 
 
 @pytest.mark.slow
-def test_the_whole_command_under_torchrun_is_that_of_one_process(warm_model, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_whole_command_under_torchrun_is_that_of_one_process(warm_model, tmp_path, sharded):
     lines = {}
     for processes in (1, 2):
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         result = subprocess.run(
             [sys.executable, *start, ROOT / "train.py", "--base-model", warm_model, "--data-root", STARTER, "--max-steps", "2",
              "--games-per-batch", "2", "--group-size", "4", "--max-episode-steps", "6", "--max-trajectory-tokens", "6000",
-             "--max-assistant-tokens", "24", "--learning-rate", "1e-3", "--lora-rank", "8", "--run-name", f"n{processes}",
-             "--swanlab-mode", "disabled", "--engine-cache-gb", "0.5"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=600,
+             "--max-assistant-tokens", "24", "--learning-rate", "1e-3", "--lora-rank", "0" if sharded else "8", "--run-name", f"n{processes}",
+             "--swanlab-mode", "disabled", "--engine-cache-gb", "0.5", *["--shard-trainers"] * (sharded and processes > 1)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=1200,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-3000:]
         lines[processes] = [json.loads(line) for line in (tmp_path / f"runs/n{processes}/metrics.jsonl").read_text().splitlines()]
