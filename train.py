@@ -371,20 +371,23 @@ class Policy:
 
     def __init__(self, base_model: str, *, lora_rank: int = 32, learning_rate: float = 1e-6,
                  betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0, temperature: float = 1.0,
-                 seed: int = 42, head_chunk: int = 256, device: str | None = None, dtype: torch.dtype | None = None):
+                 seed: int = 42, head_chunk: int = 256, recompute: bool = True, device: str | None = None,
+                 dtype: torch.dtype | None = None):
         """device: CUDA if there is one. dtype of the base: bf16 on CUDA, fp32 on CPU; the adapter is always fp32.
 
         `seed` draws the adapter's A (B starts at 0: a new policy is the base). `head_chunk`: see token_logprobs.
+        `recompute`: a layer's activations are computed again in backward rather than kept, with the same result.
         """
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.base_model, self.temperature, self.head_chunk, self.lora_rank = base_model, temperature, head_chunk, lora_rank
         self._dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         model, self.vision_language = load_base(base_model, self._dtype if lora_rank else torch.float32)
         model.config.use_cache = False
-        recompute: dict[str, Any] = {"use_reentrant": False}
+        how: dict[str, Any] = {"use_reentrant": False}
         if keeps_attention(model.config):
-            recompute["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPS)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=recompute)
+            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPS)
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         self.model = model if not lora_rank else self._with_adapter(model, lora_rank, seed)
         self.model.to(self.device).train()  # training mode is what makes the layers recompute
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -2160,6 +2163,13 @@ def closing_lines(lines: Sequence[dict]) -> str:
     return "\n".join(parts)
 
 
+def keeps_all(settings: TrainSettings, play: RolloutSettings) -> bool:
+    """Whether, on a CPU, no activation need be computed again: if all layers' take at most an eighth of the memory."""
+    config, width = load_model_config(play.base_model), getattr(torch, engine_dtype(play)).itemsize
+    token = sum(layer_bytes_a_token(config, kind, width, settings.lora_rank, fused=False) for kind in layer_kinds(config))
+    return play.max_trajectory_tokens * token <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 8
+
+
 def make_policy(settings: TrainSettings, play: RolloutSettings) -> Policy:
     make = ShardedPolicy if settings.shard_trainers else functools.partial(Policy, lora_rank=settings.lora_rank)
     return make(
@@ -2170,6 +2180,7 @@ def make_policy(settings: TrainSettings, play: RolloutSettings) -> Policy:
         temperature=play.temperature,
         seed=play.seed,
         head_chunk=settings.head_chunk,
+        recompute=torch.cuda.is_available() or not keeps_all(settings, play),
         dtype=getattr(torch, engine_dtype(play)),
     )
 

@@ -332,6 +332,16 @@ def test_dropout_in_the_config_is_not_applied(bases, tmp_path):
     assert torch.equal(make_policy(str(base)).logprobs(datum)[0], expected)
 
 
+@pytest.mark.parametrize("lora_rank", [4, 0])
+@pytest.mark.parametrize("base", ["qwen3", "qwen3_5_text"])
+def test_gradient_is_the_same_to_the_bit_whether_activations_are_kept_or_computed_again(bases, base, lora_rank):
+    kept, recomputed = (make_policy(bases[base], lora_rank=lora_rank, recompute=recompute) for recompute in (False, True))
+    for seed in (1, 2):
+        assert torch.equal(kept.accumulate(random_datum(seed), 0.8, 1.2), recomputed.accumulate(random_datum(seed), 0.8, 1.2))
+    for ours, theirs in zip(kept.parameters, recomputed.parameters, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("base", ["qwen3", "qwen3_5_text"])
 def test_gradient_equals_that_of_full_logits_without_recomputation(bases, base):
     policy, datum = randomise(make_policy(bases[base])), random_datum()
