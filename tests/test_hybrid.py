@@ -3,6 +3,9 @@
 The engine's Gated-DeltaNet kernel for CPUs has no fp32 path, so the bound is that of bf16.
 """
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,18 +33,23 @@ def sampler(run, settings, chat):
     sampler.close()
 
 
-def talk(run, sampler, chat, version):
-    """Eight turns of whatever the random model says; returns the datum and the engine's token counts."""
-    counted = sampler.counts
+async def converse(sampler, chat, version, turns):
+    """Turns of whatever the random model says, as a datum."""
     tokens = chat.first_prompt([{"role": "system", "content": "Act."}, {"role": "user", "content": "Task: look. " * 60}])
     spans, logprobs = [], []
-    for turn in range(8):
-        [completion] = run(sampler.sample(list(tokens), 100 * version + turn, 24))
+    for turn in range(turns):
+        [completion] = await sampler.sample(list(tokens), 100 * version + turn, 24)
         spans.append((len(tokens), len(tokens) + len(completion.tokens)))
         logprobs.append(completion.logprobs)
         tokens += completion.tokens
         tokens += chat.extension(completion.tokens, f"Step {turn}: executed\nObservation: You see nothing in drawer 1." * 3)
-    return make_datum(tokens, spans, logprobs, 1.0), sampler.counts.since(counted)
+    return make_datum(tokens, spans, logprobs, 1.0)
+
+
+def talk(run, sampler, chat, version):
+    """Eight turns; returns the datum and the engine's token counts."""
+    counted = sampler.counts
+    return run(converse(sampler, chat, version, 8)), sampler.counts.since(counted)
 
 
 def gaps(policy, datum):
@@ -129,3 +137,30 @@ def test_trainer_and_engine_agree_before_and_after_new_weights_with_cache_hits(r
     again.close()
     assert run(sampler.score(base.tokens_T[:64].tolist())) == scores
     assert set(run(sampler._engine.list_loras())) == {10}
+
+
+@pytest.mark.slow
+def test_fine_matching_has_the_most_prefix_hits_at_equal_logprobs(run, settings, chat, hybrid_model, capsys):
+    """8 trajectories of 20 growing turns under each setting of the engine; `-s` shows the table."""
+    policy = Policy(hybrid_model, lora_rank=8, device="cpu", dtype=torch.bfloat16)
+
+    async def play(sampler):
+        counted = sampler.counts
+        data = await asyncio.gather(*(converse(sampler, chat, version, 20) for version in range(8)))
+        return data, sampler.counts.since(counted)
+
+    shares = {}
+    for unit in (None, 128, 64, 32):
+        sampler = run(Sampler.start(replace(settings, max_trajectory_tokens=8_000), chat.stop_token_ids, prefix_match_unit=unit))
+        try:
+            data, counts = run(play(sampler))
+        finally:
+            sampler.close()
+        once = sum(len(datum.tokens_T) for datum in data) / counts.prompt
+        shares[unit] = counts.computed / counts.prompt
+        gap = torch.cat([gaps(policy, datum) for datum in data]).mean()
+        with capsys.disabled():
+            print(f"prefix_match_unit {unit}: computed / read {shares[unit]:.3f} (each token once: {once:.3f}), "
+                  f"engine against trainer {gap:.4f} nats a token")  # fmt: skip
+        assert gap < 0.02
+    assert shares[32] == min(shares.values()) < 0.15 and shares[32] < 0.6 * shares[None]
