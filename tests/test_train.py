@@ -177,6 +177,26 @@ def test_two_engines_play_as_one_and_both_get_the_weights(run, warm_model, chat,
         both.close()
 
 
+@pytest.mark.slow
+def test_an_engine_split_over_two_workers_gets_the_weights_either_way(run, warm_model, chat, policy):
+    split = RolloutSettings(base_model=warm_model, max_trajectory_tokens=2_000, engine_tensor_parallel=2, engine_cache_gb=0.5)
+    sampler = run(Sampler.start(split, chat.stop_token_ids, lora_rank=8))
+    try:
+        prompt = chat.first_prompt([{"role": "system", "content": "s"}, {"role": "user", "content": "Task: look. " * 20}])
+        assert run(sampler.score(prompt)) == pytest.approx(policy.score(prompt), abs=1e-4)
+        with policy.random_adapter():
+            expected = policy.score(prompt)
+            for version, way in enumerate(("adapter", "merged")):
+                sync = WeightSync(policy, sampler, way, "float32")
+                run(sync.push(version, probe=prompt))
+                assert run(sampler.score(prompt)) == pytest.approx(expected, abs=1e-4)
+                if way == "adapter":
+                    run(sampler.drop_adapter())
+                sync.close()
+    finally:
+        sampler.close()
+
+
 class Recorded:
     """Stands where sampler and policy do and writes down what is asked of them."""
 
