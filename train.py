@@ -435,10 +435,14 @@ class Policy:
                               temperature or self.temperature, self.head_chunk)
 
     @torch.no_grad()
+    def measure(self, datum: TrainingDatum, temperature: float | None = None) -> torch.Tensor:
+        """Log-probabilities as `logprobs` has them, without a gradient, on the CPU."""
+        return self.logprobs(datum, temperature)[0].cpu()
+
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities (temperature 1) of tokens[1:], as `Sampler.score` gives the engine's."""
         datum = make_datum(tokens, [(1, len(tokens))], [[0.0] * (len(tokens) - 1)], 0.0, "a text to score")
-        return self.logprobs(datum, temperature=1.0)[0].tolist()
+        return self.measure(datum, temperature=1.0).tolist()
 
     def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
         """Add the gradient of one trajectory's summed loss; FloatingPointError, after that, if the loss is not finite.
@@ -597,6 +601,7 @@ class ShardedPolicy(Policy):
     def split(self, moments: dict[str, torch.Tensor]) -> None:
         """Keep a part, in every process; `moments` are all of Adam's, in process 0."""
         self.device, self._scorer = self._split_device, _Scorer(self.model, super().logprobs)
+        self.parameters, self.optimizer = [], None  # which would keep what is whole
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         for module in (*self._decoder.layers, self._scorer):
             fully_shard(module, mesh=mesh)
@@ -624,35 +629,27 @@ class ShardedPolicy(Policy):
     def logprobs(self, datum: TrainingDatum, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return self._scorer(datum, temperature)
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        _order("score", tokens)
-        return self.score_together(tokens)
+    def measure(self, datum: TrainingDatum, temperature: float | None = None) -> torch.Tensor:
+        with _all_together(self, "measure", datum, temperature):
+            return self.measure_together(datum, temperature)
 
-    def score_together(self, tokens: Sequence[int]) -> list[float]:
-        scores = super().score(tokens)
+    def measure_together(self, datum: TrainingDatum, temperature: float | None) -> torch.Tensor:
+        logprobs_A = super().measure(datum, temperature)
         self._scorer.reshard()  # which otherwise waits for a backward
-        return scores
-
-    def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
-        try:
-            return super().accumulate(datum, clip_low, clip_high)
-        except FloatingPointError:
-            raise
-        except BaseException:
-            self.whole = False  # the others wait inside this trajectory: nothing can be saved with them
-            raise
+        return logprobs_A
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder, state_dict=dict(self.merged_tensors()))
         AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=False).save_pretrained(folder)
 
     def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        _order("gather", "weights")
-        yield from self.gather("weights").items()
+        with _all_together(self, "gather", "weights"):
+            weights = self.gather("weights")
+        yield from weights.items()
 
     def moments(self) -> dict[str, torch.Tensor]:
-        _order("gather", "moments")
-        return self.gather("moments")
+        with _all_together(self, "gather", "moments"):
+            return self.gather("moments")
 
     def gather(self, what: str) -> dict[str, torch.Tensor]:
         """All whole weights or moments, by name, in the host memory of process 0: whatever it does with them then, no other waits."""
@@ -718,7 +715,7 @@ def check_delta_rule(fused: Callable, reference: Callable, device: str) -> None:
 
 # --- more than one trainer process --------------------------------------------------------------------------------
 #
-# Under torchrun every process holds the whole policy and a share of an update's trajectories; process 0 is the run
+# Under torchrun every process holds the whole policy, or a part, and a share of an update's trajectories; process 0 is the run
 # (games, engine, log, checkpoints), the others follow it. Loss and gradient are sums over tokens, so the number of
 # processes changes rounding and nothing else.
 
@@ -736,11 +733,19 @@ def joined_trainers() -> Iterator[int]:
     dist.init_process_group(backend, timeout=timedelta(days=1))
     try:
         yield dist.get_rank()
-    finally:
-        if dist.get_rank() == 0:
-            with contextlib.suppress(RuntimeError):  # a follower that failed listens no more
-                _order("end")
-        dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
+    except OthersWait:
+        raise
+    except BaseException:
+        _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    if dist.get_rank() == 0:
+        with contextlib.suppress(RuntimeError):  # a follower that failed listens no more
+            _order("end")
+    dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
 
 
 def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
@@ -776,8 +781,8 @@ def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[fl
         shortest = min(data, key=lambda datum: len(datum.tokens_T))
         idle = replace(shortest, advantages_T=torch.zeros_like(shortest.advantages_T))
         shares = [share + [(-1, idle, clip)] * (len(shares[0]) - len(share)) for share in shares]
-    _order("accumulate")
-    return _accumulate_share(policy, shares)
+    with _all_together(policy, "accumulate"):
+        return _accumulate_share(policy, shares)
 
 
 def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
@@ -789,7 +794,7 @@ def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
         try:
             results[index] = policy.accumulate(datum, *clip)
         except Exception as error:  # the others must hear of it, or they wait for this one's gradient
-            if sharded and not policy.whole:
+            if sharded and not isinstance(error, FloatingPointError):
                 raise
             failure = failure or error
             if not sharded:
@@ -808,19 +813,17 @@ def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
 
 
 def step_all(policy: Policy, grad_clip_norm: float) -> float:
-    """`policy.step` in every process; it ends when all have given back the memory that they don't keep."""
-    _order("step", grad_clip_norm)
-    norm = policy.step(grad_clip_norm)
-    _meet()
-    return norm
+    """`policy.step` in every process."""
+    with _all_together(policy, "step", grad_clip_norm):
+        return policy.step(grad_clip_norm)
 
 
 def same_everywhere(policy: Policy) -> None:
     """Give every process the weights and the Adam state of process 0; of a ShardedPolicy the weights, see split_all."""
     if not dist.is_initialized():
         return
-    _order("copy", bool(policy.optimizer.state))
-    _copy_from_first(policy, bool(policy.optimizer.state))
+    with _all_together(policy, "copy", bool(policy.optimizer.state)):
+        _copy_from_first(policy, bool(policy.optimizer.state))
 
 
 def _copy_from_first(policy: Policy, stepped: bool) -> None:
@@ -837,12 +840,41 @@ def _copy_from_first(policy: Policy, stepped: bool) -> None:
 
 def split_all(policy: ShardedPolicy) -> None:
     """`policy.split` in every process."""
-    _order("split")
-    policy.split(Policy.moments(policy))
+    with _all_together(policy, "split"):
+        policy.split(Policy.moments(policy))
 
 
-def _meet() -> None:
+class OthersWait(RuntimeError):
+    """An error in the midst of what all trainers do together: the others wait in it, until torchrun ends them."""
+
+
+@contextlib.contextmanager
+def _all_together(policy: Policy, what: str, *how: Any) -> Iterator[None]:
+    """What process 0 does within, the others do as ordered."""
+    _order(what, *how)
+    with _together(policy, what):
+        yield
+
+
+@contextlib.contextmanager
+def _together(policy: Policy, what: str) -> Iterator[None]:
+    """In the end all have given back memory that they don't keep, for the engine that may be on their cards."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(policy, ShardedPolicy) and not isinstance(error, FloatingPointError):
+            policy.whole = False  # nor could it be saved without the others
+            raise OthersWait(f"{type(error).__name__} in what all trainers do together ({what}): {first_line(error)}") from error
+        with contextlib.suppress(RuntimeError):  # who failed as well is gone
+            _settle()
+        raise
+    _settle()
+
+
+def _settle() -> None:
     if dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         dist.all_gather_object([None] * dist.get_world_size(), None)  # over gloo, unlike a barrier
 
 
@@ -867,23 +899,20 @@ def follow(make: Callable[[], Policy]) -> None:
             return
         if what == "make":
             policy = make()
-        elif what == "accumulate":
-            with contextlib.suppress(FloatingPointError):  # process 0 raises it too, and decides
+            continue
+        with contextlib.suppress(FloatingPointError), _together(policy, what):  # process 0 raises it too, and decides
+            if what == "accumulate":
                 _accumulate_share(policy, [])
-        elif what == "step":
-            with contextlib.suppress(FloatingPointError):
+            elif what == "step":
                 policy.step(*how)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # for the engine that may be on this card
-            _meet()
-        elif what == "copy":
-            _copy_from_first(policy, *how)
-        elif what == "split":
-            policy.split({})
-        elif what == "gather":
-            policy.gather(*how)
-        else:
-            policy.score_together(*how)
+            elif what == "copy":
+                _copy_from_first(policy, *how)
+            elif what == "split":
+                policy.split({})
+            elif what == "gather":
+                policy.gather(*how)
+            else:
+                policy.measure_together(*how)
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -1291,7 +1320,8 @@ def share_card(config, counts: WeightCounts, *, card: int, tokens: int, concurre
     fixed, one = sum(engine.values()), cache_of_trajectory(share, width, tokens)
     usable = int(USABLE_SHARE * card)
 
-    beside_engine = {"together": peak, "sleep": resident, "turns": CUDA_CONTEXT}  # the trainer's, in play
+    # The trainer's, in play; weights go to an engine that is awake.
+    beside_engine = {"together": peak, "sleep": resident + parts["copy for the engine"], "turns": CUDA_CONTEXT}
     beside_trainer = {"together": fixed, "sleep": ENGINE_ASLEEP, "turns": ENGINE_ASLEEP}  # the engine's, in training
     caches = {
         layout: usable - beside_engine[layout] - fixed if peak + beside_trainer[layout] <= usable else -1
@@ -1924,9 +1954,9 @@ def train_on(
     if data:
         metrics = update_metrics(*torch.cat(accumulate_all(policy, data, clip), dim=1), *clip)
         probe = data[0].tokens_T[:PROBE_TOKENS].tolist()
-    elif played:  # adds zeros to the gradient
-        [(logprobs_A, old_logprobs_A, *_)] = accumulate_all(policy, [datum_of(played[0][0], 0.0)], clip)
-        metrics = mismatch_metrics(logprobs_A, old_logprobs_A)
+    elif played:
+        datum = datum_of(played[0][0], 0.0)
+        metrics = mismatch_metrics(policy.measure(datum), datum.old_logprobs_T[datum.mask_T])
     else:
         return {}, None
     check_mismatch(metrics, settings.max_mismatch_kl)
@@ -2053,7 +2083,7 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
         if settings.shard_trainers:
             await card.to_trainer()
-            await asyncio.to_thread(split_all, policy)
+            await uninterrupted(asyncio.to_thread(split_all, policy))
             await card.to_engine(policy)
         if progress.weights_version:
             await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
@@ -2164,10 +2194,10 @@ def closing_lines(lines: Sequence[dict]) -> str:
 
 
 def keeps_all(settings: TrainSettings, play: RolloutSettings) -> bool:
-    """Whether, on a CPU, no activation need be computed again: if all layers' take at most an eighth of the memory."""
+    """Whether, on a CPU, no activation need be computed again: if all layers' take 2 GiB and an eighth of the memory at most."""
     config, width = load_model_config(play.base_model), getattr(torch, engine_dtype(play)).itemsize
     token = sum(layer_bytes_a_token(config, kind, width, settings.lora_rank, fused=False) for kind in layer_kinds(config))
-    return play.max_trajectory_tokens * token <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 8
+    return play.max_trajectory_tokens * token <= min(2 * GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 8)
 
 
 def make_policy(settings: TrainSettings, play: RolloutSettings) -> Policy:

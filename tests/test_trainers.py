@@ -18,7 +18,7 @@ from train import deal, make_datum
 SCRIPT = """
 import json, sys, torch, train
 from pathlib import Path
-base, out, kind, resume = sys.argv[1:]
+base, out, kind, spoilt, resume = sys.argv[1:]
 data = torch.load(out + "/data.pt", weights_only=False)
 with train.joined_trainers() as rank:
     def make():
@@ -44,6 +44,8 @@ with train.joined_trainers() as rank:
             for number in (5, 5, 1):  # in the last update one process has nothing to do
                 tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
                 metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
+                if spoilt == "gradient":
+                    getattr(policy.parameters[0].grad, "_local_tensor", policy.parameters[0].grad).fill_(torch.nan)
                 if kind != "sharded":
                     metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
                 metrics[-1]["norm"] = train.step_all(policy, 1.0)
@@ -60,26 +62,26 @@ if kind != "sharded":
 """
 
 
-def random_data(lengths, broken=False):
+def random_data(lengths, spoilt=""):
     data = []
     for number, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, 50, (length,), generator=generator).tolist()
         logprobs = [[-4.0] * (length - 10)]
-        if broken and number == 1:
+        if spoilt == "loss" and number == 1:
             logprobs = [[-4000.0] * (length - 10)]
         data.append(make_datum(tokens, [(9, length - 1)], logprobs, 0.3 * (number - 1.5), f"trajectory {number}"))
     return data
 
 
-def run(tmp_path, processes, base, broken=False, kind="adapter", resume=""):
-    out = tmp_path / f"{processes}-{broken}-{kind}-{bool(resume)}"
+def run(tmp_path, processes, base, spoilt="", kind="adapter", resume=""):
+    out = tmp_path / f"{processes}-{spoilt}-{kind}-{bool(resume)}"
     out.mkdir()
-    torch.save(random_data([40, 25, 70, 31, 55], broken), out / "data.pt")
+    torch.save(random_data([40, 25, 70, 31, 55], spoilt), out / "data.pt")
     (out / "script.py").write_text(SCRIPT)
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     result = subprocess.run(
-        [sys.executable, *start, out / "script.py", base, out, kind, resume], capture_output=True, text=True, timeout=300,
+        [sys.executable, *start, out / "script.py", base, out, kind, spoilt, resume], capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -129,13 +131,14 @@ def test_two_processes_are_one_within_rounding(base, tmp_path):
 
 
 def test_an_error_in_one_process_is_raised_in_all_and_nobody_hangs(base, tmp_path):
-    out, text = run(tmp_path, 2, base, broken=True)
+    out, text = run(tmp_path, 2, base, spoilt="loss")
     assert text.startswith("failed: trajectory 1: loss is ")
     assert torch.load(out / "adam-1.pt") == []
-    out, text = run(tmp_path, 2, base, broken=True, kind="sharded")
-    assert text.startswith("failed: trajectory 1: loss is ")
-    weights, adam = saved(out)  # what was there before is saved with the others' help
-    assert not adam and torch.equal(weights["model.norm.weight"], torch.ones(32))
+    for spoilt, told in (("loss", "trajectory 1: loss is "), ("gradient", "gradient norm is nan")):
+        out, text = run(tmp_path, 2, base, spoilt=spoilt, kind="sharded")
+        assert text.startswith(f"failed: {told}")
+        weights, adam = saved(out)  # what was there before is saved with the others' help
+        assert not adam and torch.equal(weights["model.norm.weight"], torch.ones(32))
 
 
 def saved(out):
