@@ -53,12 +53,12 @@ def datum_of(tokens, sampled):
     return make_datum([i % 5_000 for i in range(tokens)], [(tokens - sampled, tokens)], [[-8.5] * sampled], 0.5)
 
 
-def counted(policy, datum):
+def counted(policy, datum, count=LiveBytes):
     """Bytes between updates and at the peak of one, of two trajectories: the second finds the first's gradients."""
     policy.accumulate(datum, 0.8, 1.2)
     policy.step(1.0)
     gc.collect()
-    with LiveBytes(*standing_tensors(policy)) as live:
+    with count(*standing_tensors(policy)) as live:
         resident = live.now
         for _ in range(2):
             policy.accumulate(datum, 0.8, 1.2)
@@ -91,11 +91,11 @@ def test_trainers_memory_is_as_planned(bases, model, lora_rank, dtype, tokens, c
 
 
 SHARDED = """
-import gc, json, sys
+import json, sys
 import torch
 from torch.distributed.tensor import DTensor
-from gpu_check import LiveBytes, standing_tensors
-from test_plan import datum_of
+from gpu_check import LiveBytes
+from test_plan import counted, datum_of
 from train import ShardedPolicy, joined_trainers
 
 class PartBytes(LiveBytes):
@@ -110,16 +110,7 @@ with joined_trainers() as rank:
     for base, dtype, tokens in json.loads(sys.argv[1]):
         policy = ShardedPolicy(base, head_chunk=64, device="cpu", dtype=getattr(torch, dtype))
         policy.split({})
-        datum = datum_of(tokens, tokens // 2)
-        policy.accumulate(datum, 0.8, 1.2)
-        policy.step(1.0)
-        gc.collect()
-        with PartBytes(*standing_tensors(policy)) as live:
-            resident = live.now
-            for _ in range(2):
-                policy.accumulate(datum, 0.8, 1.2)
-            policy.step(1.0)
-        measured.append((resident, live.peak))
+        measured.append(counted(policy, datum_of(tokens, tokens // 2), PartBytes))
     if rank == 0:
         print(json.dumps(measured))
 """
