@@ -369,6 +369,8 @@ class Policy:
     trajectory into the next); no adapter on embeddings and head (the CPU sampler can't reload a tied head).
     """
 
+    sharded = False  # of a ShardedPolicy all processes take part in every forward and backward
+
     def __init__(self, base_model: str, *, lora_rank: int = 32, learning_rate: float = 1e-6,
                  betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0, temperature: float = 1.0,
                  seed: int = 42, head_chunk: int = 256, recompute: bool = True, device: str | None = None,
@@ -383,10 +385,10 @@ class Policy:
         self._dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         model, self.vision_language = load_base(base_model, self._dtype if lora_rank else torch.float32)
         model.config.use_cache = False
-        how: dict[str, Any] = {"use_reentrant": False}
-        if keeps_attention(model.config):
-            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPS)
         if recompute:
+            how: dict[str, Any] = {"use_reentrant": False}
+            if keeps_attention(model.config):
+                how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _KEPT_OPS)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         self.model = model if not lora_rank else self._with_adapter(model, lora_rank, seed)
         self.model.to(self.device).train()  # training mode is what makes the layers recompute
@@ -445,7 +447,7 @@ class Policy:
         return self.measure(datum, temperature=1.0).tolist()
 
     def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
-        """Add the gradient of one trajectory's summed loss; FloatingPointError, after that, if the loss is not finite.
+        """Add the gradient of one trajectory's summed loss; FloatingPointError before that if it is not finite.
 
         Returns what `update_metrics` wants of its A sampled tokens, float32 [4, A] on the CPU: new and old
         log-probabilities, advantages, entropies.
@@ -454,11 +456,13 @@ class Policy:
         old_logprobs_A = datum.old_logprobs_T[datum.mask_T].to(self.device)
         advantages_A = datum.advantages_T[datum.mask_T].to(self.device)
         loss = ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high)
-        loss.backward()  # before the error, for others that take part in it: see ShardedPolicy
         if not loss.isfinite():
+            if self.sharded:
+                loss.backward()  # the others take part in it
             largest = (logprobs_A - old_logprobs_A).max().exp().item()
             raise FloatingPointError(f"{datum.name}: loss is {loss.item()}, largest ratio {largest:.3g}; no step was taken; "
                                      "what was saved before is intact. Lower --learning-rate if it comes again")
+        loss.backward()
         return torch.stack([logprobs_A.detach(), old_logprobs_A, advantages_A, entropies_A]).cpu()
 
     def step(self, grad_clip_norm: float) -> float:
@@ -481,7 +485,7 @@ class Policy:
         if self.lora_rank:
             self.save_adapter(folder)
         else:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state_dict=dict(self.merged_tensors()) if self.sharded else None)
             AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=False).save_pretrained(folder)
 
     def moments(self) -> dict[str, torch.Tensor]:
@@ -592,6 +596,8 @@ class ShardedPolicy(Policy):
     another number of processes.
     """
 
+    sharded = True
+
     def __init__(self, base_model: str, *, device: str | None = None, dtype: torch.dtype | None = None, **settings: Any):
         """As a Policy with `lora_rank` 0; `device` and `dtype` are those of the parts and of what they compute."""
         self._split_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -609,22 +615,15 @@ class ShardedPolicy(Policy):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         self.parameters = list(self.model.parameters())
         self.optimizer = self._make_optimizer(self.parameters)
-        [names] = self._from_first([*moments])
-        for name in names:
+        for name in _from_first([*moments]):
             index, _, kind = name.partition(".")
             parameter = self.parameters[int(index)]
             if kind == "step":
-                [value] = self._from_first(moments.get(name))
+                value = _from_first(moments.get(name))
             else:
                 value = moments[name] if name in moments else torch.empty(parameter.shape)
                 value = distribute_tensor(value.to(self.device), mesh, parameter.placements)
             self.optimizer.state[parameter][kind] = value
-
-    @staticmethod
-    def _from_first(value: Any) -> list:
-        values = [value]
-        dist.broadcast_object_list(values, 0)
-        return values
 
     def logprobs(self, datum: TrainingDatum, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return self._scorer(datum, temperature)
@@ -637,10 +636,6 @@ class ShardedPolicy(Policy):
         logprobs_A = super().measure(datum, temperature)
         self._scorer.reshard()  # which otherwise waits for a backward
         return logprobs_A
-
-    def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder, state_dict=dict(self.merged_tensors()))
-        AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=False).save_pretrained(folder)
 
     def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         with _all_together(self, "gather", "weights"):
@@ -720,10 +715,15 @@ def check_delta_rule(fused: Callable, reference: Callable, device: str) -> None:
 # processes changes rounding and nothing else.
 
 
+def trainer_processes() -> int:
+    """How many torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextlib.contextmanager
 def joined_trainers() -> Iterator[int]:
     """The processes that torchrun started, if it did, as one group; yields this one's rank and leaves the group at the end."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if trainer_processes() == 1:
         yield 0
         return
     if torch.cuda.is_available():
@@ -773,11 +773,10 @@ def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[fl
     """
     if not dist.is_initialized():
         return [policy.accumulate(datum, *clip) for datum in data]
-    sharded = isinstance(policy, ShardedPolicy)
     shares = [
-        [(index, data[index], clip) for index in hand] for hand in deal(data, dist.get_world_size(), in_step=sharded)
+        [(index, data[index], clip) for index in hand] for hand in deal(data, dist.get_world_size(), in_step=policy.sharded)
     ]
-    if sharded:  # all take part in every forward and backward: who has one less repeats another, without advantage
+    if policy.sharded:  # who has one less repeats another, without advantage
         shortest = min(data, key=lambda datum: len(datum.tokens_T))
         idle = replace(shortest, advantages_T=torch.zeros_like(shortest.advantages_T))
         shares = [share + [(-1, idle, clip)] * (len(shares[0]) - len(share)) for share in shares]
@@ -788,23 +787,22 @@ def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[fl
 def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
     mine: list = [None]
     dist.scatter_object_list(mine, shares or None, src=0)
-    sharded = isinstance(policy, ShardedPolicy)
     results, failure = {}, None
     for index, datum, clip in mine[0]:
         try:
             results[index] = policy.accumulate(datum, *clip)
         except Exception as error:  # the others must hear of it, or they wait for this one's gradient
-            if sharded and not isinstance(error, FloatingPointError):
+            if policy.sharded and not isinstance(error, FloatingPointError):
                 raise
             failure = failure or error
-            if not sharded:
+            if not policy.sharded:
                 break
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (results, failure))
     for _, other in everyone:
         if other is not None:
             raise other
-    for parameter in [] if sharded else policy.parameters:
+    for parameter in [] if policy.sharded else policy.parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
@@ -829,7 +827,7 @@ def same_everywhere(policy: Policy) -> None:
 def _copy_from_first(policy: Policy, stepped: bool) -> None:
     for parameter in policy.parameters:
         dist.broadcast(parameter.data, 0)
-        if stepped and not isinstance(policy, ShardedPolicy):
+        if stepped and not policy.sharded:
             state = policy.optimizer.state[parameter]
             state.setdefault("step", torch.zeros(()))
             for name in ("exp_avg", "exp_avg_sq"):
@@ -862,7 +860,7 @@ def _together(policy: Policy, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(policy, ShardedPolicy) and not isinstance(error, FloatingPointError):
+        if policy.sharded and not isinstance(error, FloatingPointError):
             policy.whole = False  # nor could it be saved without the others
             raise OthersWait(f"{type(error).__name__} in what all trainers do together ({what}): {first_line(error)}") from error
         with contextlib.suppress(RuntimeError):  # who failed as well is gone
@@ -881,7 +879,14 @@ def _settle() -> None:
 def _order(*what: Any) -> None:
     """Tell the processes that follow what comes next."""
     if dist.is_initialized():
-        dist.broadcast_object_list([what], 0)
+        _from_first(what)
+
+
+def _from_first(value: Any) -> Any:
+    """What process 0 has; all call this."""
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 def make_all() -> None:
@@ -892,9 +897,7 @@ def make_all() -> None:
 def follow(make: Callable[[], Policy]) -> None:
     """What every process but the first does: as it is told, until it is told to end."""
     while True:
-        order: list = [None]
-        dist.broadcast_object_list(order, 0)
-        what, *how = order[0]
+        what, *how = _from_first(None)
         if what == "end":
             return
         if what == "make":
@@ -1382,7 +1385,7 @@ def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
         card = int(float(settings.plan) * GIB)
     dtype = torch.float32 if play.dtype == "float32" else torch.bfloat16
     way = resolve_sync(settings.weight_sync, str(dtype).removeprefix("torch."), settings.lora_rank)
-    allowed, processes = tuple(LAYOUTS), int(os.environ.get("WORLD_SIZE", "1"))
+    allowed, processes = tuple(LAYOUTS), trainer_processes()
     if settings.max_staleness:  # both are at work at the same time
         allowed = ("together",)
     elif processes > 1:  # the trainers that follow stay on their cards
@@ -1994,7 +1997,7 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
     Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
     finished, and what was learned is saved.
     """
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = trainer_processes()
     require(not settings.shard_trainers or processes > 1, "shard_trainers", True,
             "used under torchrun, as in torchrun --nproc-per-node 4 train.py --shard-trainers ...")  # fmt: skip
     if settings.plan:
@@ -2075,15 +2078,14 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         if way == "adapter":
             gap = await rehearse_adapter(policy, sampler, sync, card, probe)
             print(f"A random adapter reached the engine: {gap:.1%} of its effect is missing or noise", flush=True)
-        if checkpoint:
+        if checkpoint or settings.shard_trainers:
             await card.to_trainer()
-            load_checkpoint(policy, checkpoint)
-            same_everywhere(policy)
-            await card.to_engine(policy)
-            print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
-        if settings.shard_trainers:
-            await card.to_trainer()
-            await uninterrupted(asyncio.to_thread(split_all, policy))
+            if checkpoint:
+                load_checkpoint(policy, checkpoint)
+                same_everywhere(policy)
+                print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
+            if settings.shard_trainers:
+                await uninterrupted(asyncio.to_thread(split_all, policy))
             await card.to_engine(policy)
         if progress.weights_version:
             await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)

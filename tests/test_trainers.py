@@ -113,6 +113,8 @@ def test_data_are_dealt_evenly_and_each_once():
 
 def check_metrics(text, shared_text):
     for one, two in zip(json.loads(text), json.loads(shared_text), strict=True):
+        assert one.get("train/tokens") == two.get("train/tokens")
+        assert one.keys() - two.keys() <= {"grad"}  # of parts it is not whole
         for name in one.keys() & two.keys():
             torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), rtol=1e-4, atol=1e-6)
 
