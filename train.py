@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import contextlib
 import copy
 import fcntl
@@ -27,6 +28,7 @@ import os
 import re
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -36,7 +38,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -746,6 +748,18 @@ def _leave() -> None:
         with contextlib.suppress(RuntimeError):  # a follower that failed listens no more
             _order("end")
     dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
+
+
+def end_process() -> NoReturn:
+    """End in success without the interpreter's own end, in a process of several.
+
+    torch keeps what was sharded, and with it gloo's threads, in caches until then; a thread that gives back a tensor
+    while the interpreter goes away aborts the process.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
@@ -2253,6 +2267,8 @@ def main() -> None:
     run_with_settings(
         parser, presets, train, TrainSettings, RolloutSettings, EnvironmentSettings, saved=resumed_settings
     )
+    if trainer_processes() > 1:
+        end_process()
 
 
 if __name__ == "__main__":
