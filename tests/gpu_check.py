@@ -147,20 +147,25 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
+def peak_bytes(policy: Policy, update) -> int:
+    """The most bytes that were alive during `update`, a function without arguments."""
+    clean(policy)
+    if policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        update()
+        return torch.cuda.max_memory_allocated()
+    with LiveBytes(*standing_tensors(policy)) as live:
+        update()
+    return live.peak
+
+
 def measure(policy: Policy, update, repeats: int) -> dict:
-    """Peak bytes, seconds (fastest of `repeats`, after one that does not count) of `update`, a function without arguments."""
+    """Peak bytes, seconds (fastest of `repeats`, after one that does not count) of `update`."""
     cuda = policy.device.type == "cuda"
     seconds = []
     try:
-        clean(policy)
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-            update()
-            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        else:
-            with LiveBytes(*standing_tensors(policy)) as live:
-                update()
-            peak, reserved = live.peak, None
+        peak = peak_bytes(policy, update)
+        reserved = torch.cuda.max_memory_reserved() if cuda else None
         for _ in range(repeats):
             started = time.perf_counter()
             update()  # ends with the gradient's norm on the host, so nothing is left in a queue but the step
