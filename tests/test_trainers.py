@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ with train.joined_trainers() as rank:
         settings = {"learning_rate": 1e-2, "device": "cpu", "seed": 3 + rank}  # the seed that counts is process 0's
         if kind == "sharded":
             policy = train.ShardedPolicy(base, **settings)
+            if rank and spoilt == "memory":
+                policy._decoder.layers[1].register_forward_pre_hook(lambda *_: torch.empty(2**46))
         else:
             policy = train.Policy(base, lora_rank=4 if kind == "adapter" else 0, **settings)
         return policy
@@ -76,16 +79,21 @@ def random_data(lengths, spoilt=""):
     return data
 
 
-def run(tmp_path, processes, base, spoilt="", kind="adapter", resume=""):
+def start(tmp_path, processes, base, spoilt="", kind="adapter", resume=""):
     out = tmp_path / f"{processes}-{spoilt}-{kind}-{bool(resume)}"
     out.mkdir()
     torch.save(random_data([40, 25, 70, 31, 55], spoilt), out / "data.pt")
     (out / "script.py").write_text(SCRIPT)
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     result = subprocess.run(
-        [sys.executable, *start, out / "script.py", base, out, kind, spoilt, resume], capture_output=True, text=True, timeout=300,
+        [sys.executable, *launcher, out / "script.py", base, out, kind, spoilt, resume], capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    return out, result
+
+
+def run(*args, **kwargs):
+    out, result = start(*args, **kwargs)
     assert result.returncode == 0, result.stderr[-3000:]
     return out, result.stdout
 
@@ -143,6 +151,15 @@ def test_an_error_in_one_process_is_raised_in_all_and_nobody_hangs(base, tmp_pat
         assert text.startswith(f"failed: {told}")
         weights, adam = saved(out)  # what was there before is saved with the others' help
         assert not adam and torch.equal(weights["model.norm.weight"], torch.ones(32))
+
+
+@pytest.mark.slow
+def test_memory_that_ends_in_one_sharded_process_ends_all(base, tmp_path):
+    began = time.monotonic()
+    _, result = start(tmp_path, 2, base, spoilt="memory", kind="sharded")
+    assert result.returncode != 0 and time.monotonic() - began < 200
+    assert "OthersWait: RuntimeError in what all trainers do together" in result.stderr
+    assert "can't allocate memory" in result.stderr
 
 
 def saved(out):
