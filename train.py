@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -750,12 +750,14 @@ def _leave() -> None:
     dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
 
 
-def end_process() -> NoReturn:
-    """End in success without the interpreter's own end, in a process of several.
+def end_process() -> None:
+    """A trainer process's last call: one of several ends here, in success, without the interpreter's own end.
 
     torch keeps what was sharded, and with it gloo's threads, in caches until then; a thread that gives back a tensor
     while the interpreter goes away aborts the process.
     """
+    if trainer_processes() == 1:
+        return
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -2267,8 +2269,7 @@ def main() -> None:
     run_with_settings(
         parser, presets, train, TrainSettings, RolloutSettings, EnvironmentSettings, saved=resumed_settings
     )
-    if trainer_processes() > 1:
-        end_process()
+    end_process()
 
 
 if __name__ == "__main__":

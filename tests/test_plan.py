@@ -96,7 +96,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from gpu_check import LiveBytes
 from test_plan import counted, datum_of
-from train import ShardedPolicy, joined_trainers
+from train import ShardedPolicy, end_process, joined_trainers
 
 class PartBytes(LiveBytes):
     # FSDP frees a storage by giving it the size 0, so sizes are asked for anew after every operation
@@ -113,6 +113,7 @@ with joined_trainers() as rank:
         measured.append(counted(policy, datum_of(tokens, tokens // 2), PartBytes))
     if rank == 0:
         print(json.dumps(measured))
+end_process()
 """
 
 

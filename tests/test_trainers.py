@@ -62,8 +62,7 @@ with train.joined_trainers() as rank:
 if kind != "sharded":
     torch.save([p.detach() for p in policy.parameters], out + f"/weights-{rank}.pt")
     torch.save([v for s in policy.optimizer.state.values() for v in s.values()], out + f"/adam-{rank}.pt")
-if train.trainer_processes() > 1:
-    train.end_process()
+train.end_process()
 """
 
 
