@@ -19,49 +19,65 @@ from train import deal, make_datum
 SCRIPT = """
 import json, sys, torch, train
 from pathlib import Path
-base, out, kind, spoilt, resume = sys.argv[1:]
-data = torch.load(out + "/data.pt", weights_only=False)
+base, *cases = sys.argv[1:]
+cases = [json.loads(case) for case in cases]
+
+def keep():
+    if kind != "sharded":
+        torch.save([p.detach() for p in policy.parameters], f"{out}/weights-{rank}.pt")
+        torch.save([v for s in policy.optimizer.state.values() for v in s.values()], f"{out}/adam-{rank}.pt")
+
+def make():
+    # every process takes the next case here: those that follow are told only to make a policy
+    global policy, kind, out, spoilt, resume
+    if policy:
+        keep()
+    kind, out, spoilt, resume = cases.pop(0)
+    settings = {"learning_rate": 1e-2, "device": "cpu", "seed": 3 + rank}  # the seed that counts is process 0's
+    if kind == "sharded":
+        policy = train.ShardedPolicy(base, **settings)
+        if rank and spoilt == "memory":
+            policy._decoder.layers[1].register_forward_pre_hook(lambda *_: torch.empty(2**46))
+    else:
+        policy = train.Policy(base, lora_rank=4 if kind == "adapter" else 0, **settings)
+    return policy
+
+def play():
+    train.make_all()
+    make()
+    data = torch.load(f"{out}/data.pt", weights_only=False)
+    if resume:
+        train.load_checkpoint(policy, Path(resume))
+    train.same_everywhere(policy)
+    if kind == "sharded":
+        train.split_all(policy)
+    metrics = []
+    try:
+        for number in (5, 5, 1):  # in the last update one process has nothing to do
+            tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
+            metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
+            if spoilt == "gradient":
+                getattr(policy.parameters[0].grad, "_local_tensor", policy.parameters[0].grad).fill_(torch.nan)
+            if kind != "sharded":
+                metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
+            metrics[-1]["norm"] = train.step_all(policy, 1.0)
+        metrics.append({"score": policy.score(data[0].tokens_T.tolist())})
+        result = json.dumps(metrics)
+    except FloatingPointError as error:
+        result = f"failed: {error}"
+    Path(out, "result.txt").write_text(result)
+    if kind != "adapter":
+        Path(out, "checkpoints").mkdir()
+        train.save_checkpoint(Path(out), policy, train.Progress(3, 3, 0, "", {}, {}), keep=0)
+
+policy = None
 with train.joined_trainers() as rank:
-    def make():
-        global policy
-        settings = {"learning_rate": 1e-2, "device": "cpu", "seed": 3 + rank}  # the seed that counts is process 0's
-        if kind == "sharded":
-            policy = train.ShardedPolicy(base, **settings)
-            if rank and spoilt == "memory":
-                policy._decoder.layers[1].register_forward_pre_hook(lambda *_: torch.empty(2**46))
-        else:
-            policy = train.Policy(base, lora_rank=4 if kind == "adapter" else 0, **settings)
-        return policy
     if rank:
         train.follow(make)
     else:
-        train.make_all()
-        make()
-        if resume:
-            train.load_checkpoint(policy, Path(resume))
-        train.same_everywhere(policy)
-        if kind == "sharded":
-            train.split_all(policy)
-        metrics = []
-        try:
-            for number in (5, 5, 1):  # in the last update one process has nothing to do
-                tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
-                metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
-                if spoilt == "gradient":
-                    getattr(policy.parameters[0].grad, "_local_tensor", policy.parameters[0].grad).fill_(torch.nan)
-                if kind != "sharded":
-                    metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
-                metrics[-1]["norm"] = train.step_all(policy, 1.0)
-            metrics.append({"score": policy.score(data[0].tokens_T.tolist())})
-            print(json.dumps(metrics))
-        except FloatingPointError as error:
-            print("failed:", error)
-        if kind != "adapter":
-            Path(out, "checkpoints").mkdir()
-            train.save_checkpoint(Path(out), policy, train.Progress(3, 3, 0, "", {}, {}), keep=0)
-if kind != "sharded":
-    torch.save([p.detach() for p in policy.parameters], out + f"/weights-{rank}.pt")
-    torch.save([v for s in policy.optimizer.state.values() for v in s.values()], out + f"/adam-{rank}.pt")
+        while cases:
+            play()
+keep()
 train.end_process()
 """
 
@@ -78,23 +94,27 @@ def random_data(lengths, spoilt=""):
     return data
 
 
-def start(tmp_path, processes, base, spoilt="", kind="adapter", resume=""):
-    out = tmp_path / f"{processes}-{spoilt}-{kind}-{bool(resume)}"
-    out.mkdir()
-    torch.save(random_data([40, 25, 70, 31, 55], spoilt), out / "data.pt")
-    (out / "script.py").write_text(SCRIPT)
+def start(tmp_path, processes, base, *cases):
+    """Run the cases (kind, what is spoilt, checkpoint to go on from) one after the other in one group of processes."""
+    outs = [tmp_path / f"{processes}-{kind}-{spoilt}-{bool(resume)}" for kind, spoilt, resume in cases]
+    for out, (_, spoilt, _) in zip(outs, cases):
+        out.mkdir()
+        torch.save(random_data([40, 25, 70, 31, 55], spoilt), out / "data.pt")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     result = subprocess.run(
-        [sys.executable, *launcher, out / "script.py", base, out, kind, spoilt, resume], capture_output=True, text=True, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, *launcher, script, base,
+         *(json.dumps([kind, str(out), spoilt, str(resume)]) for out, (kind, spoilt, resume) in zip(outs, cases))],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    return out, result
+    return outs, result
 
 
-def run(*args, **kwargs):
-    out, result = start(*args, **kwargs)
+def run(*args):
+    outs, result = start(*args)
     assert result.returncode == 0, result.stderr[-3000:]
-    return out, result.stdout
+    return outs
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +140,33 @@ def test_data_are_dealt_evenly_and_each_once():
     assert deal(data, 2, in_step=True) == [[2, 0, 1], [4, 3]]
 
 
-def check_metrics(text, shared_text):
-    for one, two in zip(json.loads(text), json.loads(shared_text), strict=True):
+@pytest.fixture(scope="module")
+def outcomes(base, tmp_path_factory):
+    """Folders of all cases, by number of processes and case: each number of processes starts as seldom as can be."""
+    folder = tmp_path_factory.mktemp("trainers")
+    adapter, whole = run(folder, 1, base, ("adapter", "", ""), ("whole", "", ""))
+    [sharded] = run(folder, 3, base, ("sharded", "", ""))  # among three no weight is split evenly
+    [whole_again] = run(folder, 1, base, ("whole", "", sharded / "checkpoints" / "latest"))
+    cases = [("adapter", "", ""), ("adapter", "loss", ""), ("sharded", "loss", ""), ("sharded", "gradient", ""),
+             ("sharded", "", whole / "checkpoints" / "latest")]  # fmt: skip
+    two = run(folder, 2, base, *cases)
+    names = [f"2 {kind} {spoilt}".rstrip() for kind, spoilt, _ in cases[:-1]] + ["2 sharded again"]
+    one = {"1 adapter": adapter, "1 whole": whole, "3 sharded": sharded, "1 whole again": whole_again}
+    return one | dict(zip(names, two, strict=True))
+
+
+def check_metrics(alone, shared):
+    results = [json.loads((out / "result.txt").read_text()) for out in (alone, shared)]
+    for one, two in zip(*results, strict=True):
         assert one.get("train/tokens") == two.get("train/tokens")
         assert one.keys() - two.keys() <= {"grad"}  # of parts it is not whole
         for name in one.keys() & two.keys():
             torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), rtol=1e-4, atol=1e-6)
 
 
-def test_two_processes_are_one_within_rounding(base, tmp_path):
-    (alone, text), (shared, shared_text) = run(tmp_path, 1, base), run(tmp_path, 2, base)
-    check_metrics(text, shared_text)
+def test_two_processes_are_one_within_rounding(outcomes):
+    alone, shared = outcomes["1 adapter"], outcomes["2 adapter"]
+    check_metrics(alone, shared)
     expected = torch.load(alone / "weights-0.pt")
     for rank in (0, 1):
         # Adam's quotient magnifies rounding where a gradient is about 0; the bound is a hundredth of one step.
@@ -141,13 +177,12 @@ def test_two_processes_are_one_within_rounding(base, tmp_path):
             assert torch.equal(ours, theirs)
 
 
-def test_an_error_in_one_process_is_raised_in_all_and_nobody_hangs(base, tmp_path):
-    out, text = run(tmp_path, 2, base, spoilt="loss")
-    assert text.startswith("failed: trajectory 1: loss is ")
-    assert torch.load(out / "adam-1.pt") == []
+def test_an_error_in_one_process_is_raised_in_all_and_nobody_hangs(outcomes):
+    assert (outcomes["2 adapter loss"] / "result.txt").read_text().startswith("failed: trajectory 1: loss is ")
+    assert torch.load(outcomes["2 adapter loss"] / "adam-1.pt") == []
     for spoilt, told in (("loss", "trajectory 1: loss is "), ("gradient", "gradient norm is nan")):
-        out, text = run(tmp_path, 2, base, spoilt=spoilt, kind="sharded")
-        assert text.startswith(f"failed: {told}")
+        out = outcomes[f"2 sharded {spoilt}"]
+        assert (out / "result.txt").read_text().startswith(f"failed: {told}")
         weights, adam = saved(out)  # what was there before is saved with the others' help
         assert not adam and torch.equal(weights["model.norm.weight"], torch.ones(32))
 
@@ -155,7 +190,7 @@ def test_an_error_in_one_process_is_raised_in_all_and_nobody_hangs(base, tmp_pat
 @pytest.mark.slow
 def test_memory_that_ends_in_one_sharded_process_ends_all(base, tmp_path):
     began = time.monotonic()
-    _, result = start(tmp_path, 2, base, spoilt="memory", kind="sharded")
+    _, result = start(tmp_path, 2, base, ("sharded", "memory", ""))
     assert result.returncode != 0 and time.monotonic() - began < 200
     assert "OthersWait: RuntimeError in what all trainers do together" in result.stderr
     assert "can't allocate memory" in result.stderr
@@ -167,17 +202,14 @@ def saved(out):
     return load_file(folder / "sampler" / "model.safetensors"), load_file(folder / "state" / "optimizer.safetensors")
 
 
-def test_sharded_processes_are_one_and_either_goes_on_from_the_others_checkpoint(base, tmp_path):
-    latest = ""
-    for processes in (3, 2):  # among three no weight is split evenly
-        alone, text = run(tmp_path, 1, base, kind="whole", resume=latest and str(sharded / latest))
-        sharded, sharded_text = run(tmp_path, processes, base, kind="sharded", resume=latest and str(first / latest))
-        check_metrics(text, sharded_text)
-        for ours, theirs, bound in zip(saved(sharded), saved(alone), (1e-4, 1e-6), strict=True):
+def test_sharded_processes_are_one_and_either_goes_on_from_the_others_checkpoint(outcomes):
+    for sharded, alone, bound in (("3 sharded", "1 whole", 1), ("2 sharded again", "1 whole again", 2)):
+        sharded, alone = outcomes[sharded], outcomes[alone]
+        check_metrics(alone, sharded)
+        for ours, theirs, atol in zip(saved(sharded), saved(alone), (1e-4, 1e-6), strict=True):
             assert ours.keys() == theirs.keys() and ours
             for name in ours:
-                torch.testing.assert_close(ours[name], theirs[name], atol=bound * (2 if latest else 1), rtol=1e-3)
-        first, latest = alone, "checkpoints/latest"
+                torch.testing.assert_close(ours[name], theirs[name], atol=atol * bound, rtol=1e-3)
 
 
 @pytest.mark.slow
