@@ -47,12 +47,14 @@ from rollout import (
     flag,
     gather_or_cancel,
     load_chat_tokens,
+    load_model_config,
     play_group,
     playable_games,
     require,
     run_with_settings,
 )
 from train import (
+    LORA_ALPHA,
     PROBE_TOKENS,
     WAYS_OF_SYNC,
     Policy,
@@ -149,6 +151,8 @@ def describe_model(settings: EvalSettings, base_model: str) -> Candidate:
     if settings.model_path:
         folder = Path(settings.model_path)
         whole = (folder / "config.json").is_file()  # --lora-rank 0 saves a model, not an adapter
+        if whole:
+            check_whole_model(folder, base_model)
         rank = 0 if whole else check_adapter(folder, base_model).r
         update, name = saved_as(folder)
         digest = sha256_of(folder / ("model.safetensors" if whole else "adapter_model.safetensors"))
@@ -159,6 +163,17 @@ def describe_model(settings: EvalSettings, base_model: str) -> Candidate:
     if not found.name.isprintable() or "/" in found.name or found.name in (".", ".."):
         raise SettingsError(f"the evaluation's name is {found.name!r}; give one without / as --run-name")
     return found
+
+
+def check_whole_model(folder: Path, base_model: str) -> None:
+    """Refuse a saved model that cannot have been trained from the base: the result would name a base that it is not of."""
+    ours, theirs = (load_model_config(name).to_dict() for name in (str(folder), base_model))
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        if ours.get(name) != theirs.get(name):
+            raise SettingsError(
+                f"{folder} is a model of another shape ({name} {ours.get(name)}) than --base-model {base_model!r} "
+                f"({theirs.get(name)}): give the base that it was trained from"
+            )
 
 
 def sha256_of(path: Path) -> str:
@@ -399,6 +414,7 @@ async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: Enviro
     model = describe_model(settings, play.base_model)
     if model.model_path and not model.rank:
         play = replace(play, base_model=model.model_path)
+        check_model(play)
     output = Path(settings.output or f"eval_results/{model.name}.jsonl")
     header = make_header(settings, play, model, games)
     with open_working_file(output, header, settings.resume_output, settings.overwrite_output) as working:
@@ -433,6 +449,8 @@ async def play_games(
     """Play `games`, `--games-per-batch` of them at any time, and write each down as it ends."""
     chat = load_chat_tokens(play.base_model)
     way = resolve_sync(settings.weight_sync, engine_dtype(play))
+    if model.rank and way == "merged" and (alpha := check_adapter(Path(model.model_path), model.base_model).lora_alpha) != LORA_ALPHA:
+        raise SettingsError(f"{model.model_path} has alpha {alpha}, and weights are summed with {LORA_ALPHA}: give --weight-sync adapter")
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(WorldPool(worlds))
         if len(await playable_games(pool, games)) < len(games):

@@ -92,7 +92,9 @@ class RolloutSettings:
         for name in ("max_episode_steps", "max_trajectory_tokens", "max_assistant_tokens", "max_concurrent_requests",
                      "engine_tensor_parallel", "engine_data_parallel"):  # fmt: skip
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(math.isfinite(self.temperature) and self.temperature > 0, "temperature", self.temperature, "above 0")
+        # vLLM takes less for 0.01, with a warning at most
+        require(0.01 <= self.temperature < math.inf, "temperature", self.temperature, "a number of 0.01 or more")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "0 or more and below 2**32")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         require(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16")
         require(0 <= self.engine_memory_share < 1, "engine_memory_share", self.engine_memory_share, "between 0 and 1")
@@ -762,7 +764,7 @@ def check_model(settings: RolloutSettings) -> None:
 
 
 def load_chat_tokens(base_model: str) -> ChatTokens:
-    """The model's tokenizer with its proven chat template. Raises SettingsError or protocol.TemplateMismatch."""
+    """The model's tokenizer with its proven chat template. Raises SettingsError."""
     from transformers import AutoTokenizer, GenerationConfig
 
     try:

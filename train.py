@@ -183,7 +183,7 @@ def update_metrics(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advan
     ratio_A = torch.exp(logprobs_A - old_logprobs_A)
     clipped_A = ratio_A.clamp(clip_low, clip_high) * advantages_A < ratio_A * advantages_A
     return {
-        "train/tokens": len(logprobs_A),
+        "tokens/trained": len(logprobs_A),
         "train/loss": ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high).item(),
         "train/clip_fraction": clipped_A.float().mean().item(),
         "train/ratio_mean": ratio_A.mean().item(),
@@ -966,8 +966,9 @@ class TrainSettings:
     save_every: int = flag(20, "save every N updates, and always at the end; 0 saves at the end only", fixed=False)
     keep_checkpoints: int = flag(0, "keep the newest N checkpoints only; 0 keeps all", fixed=False)
     resume: str = flag(
-        "", "go on with a run: its folder, one of its checkpoints, or auto: the last checkpoint of --run-name (or of the "
-        "newest run); settings are the run's own, flags may change what does not alter the result",
+        "", "go on with a run: its folder, one of its checkpoints, or auto: the last checkpoint of --run-name, which begins if "
+        "there is none (without a name: of the newest run); settings are the run's own, flags may change what does not alter "
+        "the result",
         fixed=False, nargs="?", const="auto",
     )  # fmt: skip
     runs_dir: str = flag("runs", "folder in which runs are written", fixed=False)
@@ -980,9 +981,10 @@ class TrainSettings:
     swanlab_mode: str = flag("local", "online, local, offline or disabled", fixed=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "games_per_batch", "group_size", "head_chunk"):
+        for name in ("max_steps", "games_per_batch", "head_chunk"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(self.group_size <= MAX_GROUP_SIZE, "group_size", self.group_size, f"at most {MAX_GROUP_SIZE}")
+        # an advantage is against the group's mean: of one trajectory it is 0
+        require(2 <= self.group_size <= MAX_GROUP_SIZE, "group_size", self.group_size, f"at least 2 and at most {MAX_GROUP_SIZE}")
         for name in ("max_train_games", "save_every", "keep_checkpoints", "weight_decay", "lora_rank"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require(self.max_staleness in (0, 1), "max_staleness", self.max_staleness, "0 or 1")
@@ -1734,7 +1736,8 @@ class Progress:
 def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int) -> Path:
     """Write what goes on (`state/`) and what plays (`sampler/`); whole or not at all, whatever ends the process.
 
-    Written beside, synced to disk, renamed; then the link `latest` is replaced. `keep` > 0 drops all but the newest.
+    Written beside, synced to disk, renamed; then the link `latest` is replaced. `keep` > 0 drops all before but the
+    newest `keep`.
     """
     root = run_dir / "checkpoints"
     folder = root / f"update-{progress.update:04d}"
@@ -1754,8 +1757,9 @@ def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int
     partial.rename(folder)
     _sync_to_disk(root)
     _point_to(folder)
-    numbered = sorted(path for path in root.glob("update-*") if path.suffix == "")
-    for old in numbered[: numbered.index(folder) - keep + 1] if keep else []:
+    # Later ones, from before the run was resumed further back, are not counted.
+    until_this = sorted(path for path in root.glob("update-*") if path.suffix == "" and path.name <= folder.name)
+    for old in until_this[:-keep] if keep else []:
         _remove(old)
     return folder
 
@@ -1884,11 +1888,14 @@ def read_run_settings(run_dir: Path) -> dict:
 
 
 def resumed_settings(args: argparse.Namespace) -> dict:
-    """The settings of the run that `--resume` goes on with; empty without it."""
+    """The settings of the run that `--resume` goes on with; empty without it, and where `auto` names a run that is yet to begin."""
     resume = getattr(args, "resume", "")
+    runs_dir, run_name = getattr(args, "runs_dir", TrainSettings.runs_dir), getattr(args, "run_name", "")
+    if resume == "auto" and run_name and not (Path(runs_dir) / run_name).exists():
+        resume = args.resume = ""
     if not resume:
         return {}
-    run_dir, folder = find_run(resume, getattr(args, "runs_dir", TrainSettings.runs_dir), getattr(args, "run_name", ""))
+    run_dir, folder = find_run(resume, runs_dir, run_name)
     if folder:
         saved, path = read_checkpoint(folder).settings, folder / "state" / "training.json"
     else:
@@ -2042,6 +2049,12 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
     require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
     games = shuffle_games(find_games(settings.data_root, settings.train_split), play.seed)
     check_model(play)
+    config = AutoConfig.from_pretrained(play.base_model, trust_remote_code=False)
+    require(
+        bool(settings.lora_rank) or torch.cuda.is_available()
+        or not any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config())),
+        "lora_rank", 0, "above 0 on a CPU for this model: its head is tied to its embedding, and the engine cannot reload such a head",
+    )  # fmt: skip
     if torch.cuda.is_available() and is_hybrid(play.base_model) and has_fused_delta_rule():
         from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
@@ -2067,6 +2080,7 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         )
         if checkpoint:
             _point_to(checkpoint)
+        saved = progress.update  # whatever checkpoints of later updates there are
         dtype = engine_dtype(play)
         way = resolve_sync(settings.weight_sync, dtype, settings.lora_rank)
         print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
@@ -2117,7 +2131,9 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             return batch_of_games(games, update, settings.games_per_batch)
 
         def save() -> None:
+            nonlocal saved
             folder = save_checkpoint(run_dir, policy, progress, settings.keep_checkpoints)
+            saved = progress.update
             tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
 
         async def roll(update: int) -> tuple[list[list[Trajectory]], dict[str, float]]:
@@ -2149,8 +2165,8 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
             await card.to_trainer()
             trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
-            metrics |= rollout_metrics(groups, advantages) | trained | {"time/train": time.monotonic() - played}
-            metrics["tokens/trained"] = trained.get("train/tokens", 0)
+            metrics |= rollout_metrics(groups, advantages) | {"tokens/trained": 0} | trained
+            metrics["time/train"] = time.monotonic() - played
             if ahead:
                 await asyncio.wait([ahead])  # its trajectories keep the weights they began with
             stepped = time.monotonic()
@@ -2187,8 +2203,7 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
             if ahead:
                 ahead.cancel()
                 await asyncio.wait([ahead])
-            latest = run_dir / "checkpoints" / f"update-{progress.update:04d}"
-            if progress.update and not latest.exists() and policy.whole:
+            if progress.update != saved and policy.whole:
                 try:
                     save()
                 except (OSError, SafetensorError) as second:  # the disk, most likely, which the first error is about too
@@ -2238,9 +2253,12 @@ def make_run_dir(run_dir: Path, settings: dict) -> None:
     if run_dir.exists():
         raise SettingsError(f"{run_dir} exists: choose another --run-name, go on with it by --resume {run_dir}, or move it away")
     try:
-        (run_dir / "rollouts").mkdir(parents=True)
-        (run_dir / "checkpoints").mkdir()
-        (run_dir / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        partial = run_dir.with_name(f"{run_dir.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "rollouts").mkdir(parents=True)
+        (partial / "checkpoints").mkdir()
+        (partial / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        partial.rename(run_dir)
     except OSError as error:
         raise SettingsError(f"cannot write to {run_dir}: {error.strerror}; choose another --runs-dir") from error
 

@@ -151,6 +151,14 @@ def test_only_the_newest_are_kept(run_dir, make):
     assert (run_dir / "checkpoints" / "latest").resolve().name == "update-0010"
 
 
+def test_of_few_none_is_dropped_and_later_ones_of_before_going_back_do_not_count(run_dir, make):
+    policy, root = make(), run_dir / "checkpoints"
+    for update, left in ((2, "2"), (4, "24"), (6, "246"), (8, "468"), (2, "2468"), (3, "23468"), (7, "4678"), (9, "789")):
+        save_checkpoint(run_dir, policy, replace(PROGRESS, update=update), keep=3)
+        assert [path.name[-1] for path in sorted(root.glob("update-*"))] == [*left]
+        assert (root / "latest").resolve() == (root / f"update-000{update}").resolve()
+
+
 def test_a_save_cut_short_anywhere_leaves_the_one_before(saved, run_dir, make, monkeypatch):
     """Every call that changes the disk is made to fail in turn, as a full disk or kill -9 would have it."""
     policy, checkpoints = saved[1], saved[0]
@@ -406,6 +414,14 @@ def test_settings_come_from_the_run_and_flags_win(saved):
     settings, *_ = build_settings(args, resumed_settings(args), TrainSettings)
     assert settings == replace(TrainSettings(), max_steps=5, resume=str(folder))
     assert resumed_settings(types.SimpleNamespace()) == {}
+
+
+def test_auto_begins_a_run_that_is_not_there_and_goes_on_with_one_that_is(saved):
+    runs = saved[0].parent.parent
+    args = types.SimpleNamespace(resume="auto", runs_dir=str(runs), run_name="two")
+    assert resumed_settings(args) == {} and args.resume == ""
+    args = types.SimpleNamespace(resume="auto", runs_dir=str(runs), run_name="one")
+    assert resumed_settings(args) and args.resume == "auto"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_training_saves_weights_metrics_and_every_trajectory(trained):
     for m in metrics:
         assert {key.split("/")[0] for key in m} == {"update", "reward", "rollout", "advantage", "train", "mismatch", "tokens", "time"}
         assert m["tokens/prompt_computed"] < m["tokens/prompt_read"] and m["mismatch/mean"] < 1e-4
-        assert m["train/tokens"] == m["tokens/trained"] > 0 and m["rollout/env_faults"] == 0
+        assert m["tokens/trained"] > 0 and m["rollout/env_faults"] == 0
     assert json.loads((run_dir / "settings.json").read_text())["learning_rate"] == 1e-3
     assert list((run_dir / "swanlog").iterdir())
 
@@ -170,6 +170,9 @@ def test_machine_without_cuda_is_told_both_ways_on(module, monkeypatch, capsys):
         (["--max-trajectory-tokens", "60"], "the first prompt of"),
         (["--games-per-batch", "0"], "--games-per-batch is 0"),
         (["--temperature", "-1"], "--temperature is -1.0"),
+        (["--temperature", "0.001"], "--temperature is 0.001; it must be a number of 0.01 or more"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--seed", "4294967296"], "--seed is 4294967296"),
         (["--base-model", "no/such-model-here"], "no/such-model-here"),
         (["--base-model", str(ROOT / "tests")], "is no model"),
         (["--swanlab-mode", "sometimes"], "sometimes"),
@@ -189,6 +192,7 @@ def test_bad_flags_are_named_with_their_value(module, flags, named, small, monke
         (["--top-p", "0.9"], "--top-p is 0.9"),
         (["--ppo-clip-low", "1.5"], "--ppo-clip-low"),
         (["--max-steps", "0"], "--max-steps is 0"),
+        (["--group-size", "1"], "--group-size is 1; it must be at least 2"),
         (["--games-per-batch", "500"], "--games-per-batch is 500"),
         (["--runs-dir", "/proc/nowhere"], "cannot write to /proc/nowhere"),
     ],
@@ -196,6 +200,15 @@ def test_bad_flags_are_named_with_their_value(module, flags, named, small, monke
 def test_bad_training_flags_are_named(flags, named, small, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert named in command(train, monkeypatch, capsys, *small, "--data-root", STARTER, "--swanlab-mode", "disabled", *flags)
+
+
+def test_every_weight_of_a_model_whose_head_is_tied_is_refused_on_a_cpu(small, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((ROOT / "datasets/demo/model/config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "tied").mkdir()
+    (tmp_path / "tied" / "config.json").write_text(json.dumps(config))
+    flags = (*small, "--base-model", "tied", "--data-root", STARTER, "--swanlab-mode", "disabled", "--lora-rank", "0")
+    assert "--lora-rank is 0; it must be above 0 on a CPU" in command(train, monkeypatch, capsys, *flags)
 
 
 def test_existing_run_and_existing_output_are_left_alone(small, monkeypatch, capsys, tmp_path):
@@ -248,8 +261,12 @@ def test_model_path_that_is_no_adapter_or_has_another_base_is_refused(small, mon
     (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(SettingsError, match="adapter_model.safetensors is damaged"):
         train.SavedAdapter(tmp_path / "other", small[1])
+    assert "has alpha 8, and weights are summed with 32" in command(evaluation, monkeypatch, capsys, *flags, "other")
     (tmp_path / "other" / "adapter_config.json").write_text("{")
     assert "adapter_config.json" in command(evaluation, monkeypatch, capsys, *flags, "other")
+    config = json.loads((ROOT / "datasets/demo/model/config.json").read_text()) | {"hidden_size": 8}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    assert "another shape (hidden_size 8)" in command(evaluation, monkeypatch, capsys, *flags, "other")
 
 
 def test_preset_sets_defaults_and_flags_win(monkeypatch):

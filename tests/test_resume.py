@@ -120,8 +120,10 @@ def test_stopped_killed_and_resumed_is_the_unbroken_run(unbroken, warm_model, tm
     metrics = tmp_path / "runs/one/metrics.jsonl"
 
     # SIGTERM in the second or third rollout, far from a planned save
-    command = Command(tmp_path, *settings(warm_model, 4), "--save-every", 0)
+    command = Command(tmp_path, *settings(warm_model, 4), "--save-every", 0, "--resume", "auto")  # which begins it
     assert command.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 1)
+    for number in (1, 2, 3):  # as if it had been there before and had gone back
+        (checkpoints / f"update-{number:04d}").mkdir()
     assert command.signal(signal.SIGTERM) == 128 + signal.SIGTERM, command.output[-3000:]
     done = len(metrics_of(tmp_path))
     assert f"Saved state: runs/one/checkpoints/update-{done:04d}" in command.output and done < 4
@@ -165,9 +167,9 @@ def test_killed_at_twenty_instants_is_the_unbroken_run(warm_model, tmp_path_fact
         return any((run / "rollouts").glob("*.partial"))
 
     struck = []
-    first = (*settings(warm_model, updates), "--save-every", 1)
+    first = (*settings(warm_model, updates), "--save-every", 1, "--resume", "auto")
     while len(struck) < kills:
-        command = Command(home, *(first if not run.exists() else ("train.py", "--resume", "auto", "--run-name", "one")))
+        command = Command(home, *first)
         started = time.monotonic()
         kind = ("any", "save", "sync", "records", "start")[len(struck) % 5]
         if kind == "start":
@@ -184,7 +186,7 @@ def test_killed_at_twenty_instants_is_the_unbroken_run(warm_model, tmp_path_fact
         command.signal(signal.SIGKILL)
         struck.append(kind)
         print(f"kill {len(struck)} ({kind}) after {time.monotonic() - started:.1f} s", flush=True)
-    command = Command(home, "train.py", "--resume", "auto", "--run-name", "one")
+    command = Command(home, *first)
     assert command.end(900) == 0, command.output[-3000:]
     print(f"killed {len(struck)} times: { {kind: struck.count(kind) for kind in struck} }")
     assert_same_run(home, reference, updates)

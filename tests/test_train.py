@@ -273,7 +273,7 @@ def test_update_without_advantage_is_skipped_and_leaves_the_weights_alone(
     assert metrics["mismatch/mean"] < 1e-4  # measured all the same
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, before, strict=True))
     metrics, _ = train_on(policy, groups, [[0.0, 1.0, 0.0, -1.0]], TrainSettings())
-    assert metrics["train/tokens"] == groups[0][1].sampled_tokens + groups[0][3].sampled_tokens
+    assert metrics["tokens/trained"] == groups[0][1].sampled_tokens + groups[0][3].sampled_tokens
 
 
 def test_closing_lines_pool_both_ends_of_a_run():

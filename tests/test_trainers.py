@@ -158,7 +158,7 @@ def outcomes(base, tmp_path_factory):
 def check_metrics(alone, shared):
     results = [json.loads((out / "result.txt").read_text()) for out in (alone, shared)]
     for one, two in zip(*results, strict=True):
-        assert one.get("train/tokens") == two.get("train/tokens")
+        assert one.get("tokens/trained") == two.get("tokens/trained")
         assert one.keys() - two.keys() <= {"grad"}  # of parts it is not whole
         for name in one.keys() & two.keys():
             torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), rtol=1e-4, atol=1e-6)

@@ -197,7 +197,7 @@ def test_loss_and_gradient_equal_the_reference_in_every_clip_region(advantage):
 
     entropies = torch.rand(len(RATIOS))
     metrics = update_metrics(logprobs.detach(), torch.tensor(old), torch.tensor(advantages), entropies, 0.8, 1.2)
-    assert metrics["train/tokens"] == len(RATIOS)
+    assert metrics["tokens/trained"] == len(RATIOS)
     assert metrics["train/clip_fraction"] == pytest.approx(2 / len(RATIOS))  # the two above 1.2, or the two below 0.8
     assert metrics["train/loss"] == loss.item()
     assert metrics["train/ratio_mean"] == pytest.approx(sum(RATIOS) / len(RATIOS), rel=1e-5)
