@@ -150,6 +150,7 @@ def _write_cache(game_file: Path, key: str, payload: bytes) -> None:
     with contextlib.suppress(OSError):  # a folder that cannot be written only means compiling again next time
         handle, name = tempfile.mkstemp(prefix=CACHE_NAME, dir=game_file.parent)
         try:
+            os.fchmod(handle, 0o644)  # for all who share the games
             with os.fdopen(handle, "wb") as file:
                 file.write(_cache_head(key, payload) + b"\n" + payload)
             os.replace(name, game_file.parent / CACHE_NAME)
@@ -953,6 +954,7 @@ class _Worker:
         self.groups = 0
         self._timeout_seconds, self._batch_size = timeout_seconds, batch_size
         self._queue: list[tuple[tuple, asyncio.Future | None]] = []
+        self._under_way = 0  # requests that the process is at
         self._filled = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         # A fresh interpreter on this file: safe whatever threads or CUDA contexts the parent has, and quick, as it
@@ -966,7 +968,7 @@ class _Worker:
 
     @property
     def load(self) -> int:
-        return len(self._queue) + self.groups
+        return len(self._queue) + self._under_way + self.groups
 
     def ask(self, method: str, *arguments) -> asyncio.Future:
         loop = asyncio.get_running_loop()
@@ -997,6 +999,7 @@ class _Worker:
                 batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
                 if not self._queue:
                     self._filled.clear()
+                self._under_way = len(batch)
                 message = pickle.dumps([request for request, _ in batch])
                 async with asyncio.timeout(self._timeout_seconds):
                     writer.write(_LENGTH.pack(len(message)) + message)
@@ -1011,7 +1014,7 @@ class _Worker:
                     else:
                         error = GameError(value) if kind == "game" else EnvironmentFault(f"a worker raised\n{value}")
                         future.set_exception(error)
-                batch = []
+                batch, self._under_way = [], 0
         except TimeoutError:
             self.failed = not self.lost
             self.close(f"worker {self.process.pid} did not answer within {self._timeout_seconds:g} s")

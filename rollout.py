@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -518,6 +519,9 @@ class Sampler:
         if cuda:
             options["gpu_memory_utilization"] = settings.engine_memory_share or 0.9
             if settings.engine_tensor_parallel > torch.cuda.device_count():
+                require(importlib.util.find_spec("ray") is not None, "engine_tensor_parallel", settings.engine_tensor_parallel,
+                        f"at most the number of GPUs here, {torch.cuda.device_count()}; over several machines it takes Ray "
+                        "(uv pip install ray)")  # fmt: skip
                 options["distributed_executor_backend"] = "ray"  # over several machines
         else:
             options |= {
@@ -547,10 +551,12 @@ class Sampler:
                 (await starting).shutdown()
             files.cleanup()
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             files.cleanup()
+            # of its settings, before it begins: pydantic's, with the reason in the lines below the first
+            reason = " ".join(str(error).split()) if isinstance(error, ValueError) else first_line(error)
             raise RolloutError(
-                f"the engine did not start: {first_line(error)} Its own message is above. If it is out of memory: "
+                f"the engine did not start: {reason} Its own message is above. If it is out of memory: "
                 "lower --engine-memory-share (GPU) or --engine-cache-gb (CPU), --max-trajectory-tokens, "
                 "--max-concurrent-requests"
             ) from error

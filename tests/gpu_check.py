@@ -403,7 +403,7 @@ async def check_engine(base: str, size: Size, device: str) -> dict:
         sync = WeightSync(policy, sampler, "adapter", "bfloat16")
         with policy.random_adapter():
             started = time.perf_counter()
-            await sync.push(VERSION, probe)  # raises if the engine's scores do not move by more than a repetition does
+            await sync.push(VERSION, probe, large=True)  # raises if the engine's scores do not move by more than a repetition does
             result["seconds_to_push"] = time.perf_counter() - started
             after, trained = await sampler.score(probe), policy.score(probe)
             result |= {"mismatch_adapter": mean_gap(after, trained), "change_by_adapter": mean_gap(after, before)}

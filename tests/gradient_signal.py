@@ -62,7 +62,9 @@ def difference(values: list[float], base: list[float]) -> str:
 
 
 async def study(args: argparse.Namespace) -> None:
-    play = RolloutSettings(base_model=args.base_model, max_assistant_tokens=32, max_episode_steps=args.max_episode_steps)
+    play = RolloutSettings(  # fp32 on a GPU too: the steps are too small for bf16
+        base_model=args.base_model, max_assistant_tokens=32, max_episode_steps=args.max_episode_steps, dtype="float32"
+    )
     games = shuffle_games(find_games(args.data_root, "train"), play.seed)
     chat = load_chat_tokens(play.base_model)
     policy = Policy(play.base_model, lora_rank=0, device="cpu", dtype=torch.float32)

@@ -8,7 +8,7 @@ import sys
 
 import huggingface_hub
 import pytest
-from conftest import ROOT, STARTER
+from conftest import ROOT, STARTER, processes_of, run_command
 
 import eval as evaluation
 import train
@@ -28,54 +28,18 @@ def command(module, monkeypatch, capsys, *arguments):
 # --- the main job ---------------------------------------------------------------------------------------------------
 
 
-def run_command(*arguments, cwd):
-    """Run one of the project's scripts as a person would, from another folder."""
-    result = subprocess.run(
-        [sys.executable, ROOT / arguments[0], *map(str, arguments[1:])],
-        cwd=cwd, capture_output=True, text=True, timeout=600, env=os.environ | {"STARTED_BY_TEST": str(cwd)},
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout + result.stderr
-
-
-def processes_of(marker):
-    """Live processes that a command of `run_command` started, or that one of those started."""
-    found = []
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{process}/environ", "rb") as file:
-                if f"STARTED_BY_TEST={marker}".encode() in file.read().split(b"\0"):
-                    found.append(process)
-        except OSError:
-            continue
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained(warm_model, tmp_path_factory):
-    """A run of two updates with its output."""
-    home = tmp_path_factory.mktemp("main_job")
-    shared_before = set(os.listdir("/dev/shm"))
-    output = run_command(
-        "train.py", "--base-model", warm_model, "--data-root", STARTER, "--max-steps", 2, "--games-per-batch", 2,
-        "--group-size", 4, "--max-episode-steps", 6, "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24,
-        "--learning-rate", 1e-3, "--lora-rank", 8, "--save-every", 1, "--run-name", "one", "--swanlab-mode", "offline",
-        cwd=home,
-    )  # fmt: skip
-    return home, output, shared_before
-
-
 def test_training_saves_weights_metrics_and_every_trajectory(trained):
     home, output, _ = trained
     run_dir = home / "runs" / "one"
-    for update in (1, 2):
+    for update in (1, 2, 3, 4):
         folder = f"runs/one/checkpoints/update-{update:04d}"
         assert f"Saved state: {folder}\n" in output and f"Saved sampler weights: {folder}/sampler\n" in output
-        assert (home / folder / "sampler" / "adapter_model.safetensors").stat().st_size > 1000
         records = [json.loads(line) for line in (run_dir / f"rollouts/update-{update:04d}.jsonl").read_text().splitlines()]
-        assert len(records) == 8 and {r["policy_version"] for r in records} == {"base" if update == 1 else "update-1"}
+        assert len(records) == 8 and {r["policy_version"] for r in records} == {"base" if update == 1 else f"update-{update - 1}"}
+    assert sorted(os.listdir(run_dir / "checkpoints")) == ["latest", "update-0003", "update-0004"]
+    assert (run_dir / "checkpoints/latest/sampler/adapter_model.safetensors").stat().st_size > 1000
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [m["update"] for m in metrics] == [1, 2]
+    assert [m["update"] for m in metrics] == [1, 2, 3, 4]
     for m in metrics:
         assert {key.split("/")[0] for key in m} == {"update", "reward", "rollout", "advantage", "train", "mismatch", "tokens", "time"}
         assert m["tokens/prompt_computed"] < m["tokens/prompt_read"] and m["mismatch/mean"] < 1e-4
@@ -99,21 +63,21 @@ def test_checkpoint_and_base_are_evaluated_and_drawn(trained, warm_model, capsys
     common = ("--base-model", warm_model, "--data-root", STARTER, "--limit-per-split", 3, "--max-episode-steps", 6,
               "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24)  # fmt: skip
     base = run_command("eval.py", *common, "--games-per-batch", 1, cwd=home)
-    tuned = run_command("eval.py", *common, "--model-path", "runs/one/checkpoints/update-0002/sampler", "--no-texts", cwd=home)
-    assert "Wrote eval_results/base.jsonl" in base and "Wrote eval_results/one-update-0002.jsonl" in tuned
+    tuned = run_command("eval.py", *common, "--model-path", "runs/one/checkpoints/update-0004/sampler", "--no-texts", cwd=home)
+    assert "Wrote eval_results/base.jsonl" in base and "Wrote eval_results/one-update-0004.jsonl" in tuned
     files = {}
-    for name, update in (("base", 0), ("one-update-0002", 2)):
+    for name, update in (("base", 0), ("one-update-0004", 4)):
         *records, summary = [json.loads(line) for line in (home / f"eval_results/{name}.jsonl").read_text().splitlines()]
         assert summary["type"] == "summary" and summary["update"] == update and summary["settings"]["temperature"] == 0.01
         assert [r["split"] for r in records] == ["valid_seen"] * 3 + ["valid_unseen"] * 3
         assert summary["splits"]["all"]["games"] == 6
         assert summary["splits"]["all"]["success"] == sum(r["won"] for r in records) / 6
         files[name] = records
-    assert [r["game_id"] for r in files["base"]] == [r["game_id"] for r in files["one-update-0002"]]
+    assert [r["game_id"] for r in files["base"]] == [r["game_id"] for r in files["one-update-0004"]]
     # a learning rate of 1e-3 is a large one: the new weights play another game
-    assert [r["mean_logprob"] for r in files["base"]] != [r["mean_logprob"] for r in files["one-update-0002"]]
+    assert [r["mean_logprob"] for r in files["base"]] != [r["mean_logprob"] for r in files["one-update-0004"]]
     texts = {"task", "messages", "turns"}
-    assert texts < files["base"][0].keys() and files["base"][0].keys() - texts == files["one-update-0002"][0].keys()
+    assert texts < files["base"][0].keys() and files["base"][0].keys() - texts == files["one-update-0004"][0].keys()
     analyse(["--result-dir", str(home / "eval_results"), "--output", str(home / "images")])
     assert (home / "images" / "checkpoints.png").stat().st_size > 10_000
     assert "McNemar" in capsys.readouterr().out

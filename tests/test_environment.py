@@ -401,6 +401,27 @@ def test_two_processes_may_compile_one_game_at_once(tmp_path, games):
     assert [process.wait() for process in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
     assert environment._cached_game(game_file) is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == [environment.CACHE_NAME, "game.tw-pddl"]
+    assert (tmp_path / environment.CACHE_NAME).stat().st_mode & 0o777 == 0o644  # whoever else plays here reads it
+
+
+def test_a_second_game_goes_to_the_compiler_that_is_idle(tmp_path, games):
+    files = []
+    for number in (0, 1):
+        (tmp_path / str(number)).mkdir()
+        files.append(rewritten(games[number], tmp_path / str(number)))
+
+    async def work(pool):
+        opening = [asyncio.ensure_future(pool.open_group(files[0], 1))]
+        while not any(compiler._loop and not compiler._queue for compiler in pool._compilers):
+            await asyncio.sleep(0.005)
+        opening.append(asyncio.ensure_future(pool.open_group(files[1], 1)))
+        while not opening[0].done() and sorted(compiler.load for compiler in pool._compilers) != [1, 1]:
+            await asyncio.sleep(0.005)
+        assert not opening[0].done()
+        await asyncio.gather(*opening)
+        assert [compiler.load for compiler in pool._compilers] == [0, 0]
+
+    run(work, compilers=2)
 
 
 def test_a_prefetched_game_is_ready_when_it_is_opened(tmp_path, games):

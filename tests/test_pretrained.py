@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import STARTER
-from test_commands import run_command
+from conftest import STARTER, run_command
 
 
 @pytest.fixture(scope="module")

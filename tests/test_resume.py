@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, STARTER
-from test_commands import processes_of
+from conftest import ROOT, STARTER, processes_of
 
 from train import CHECKSUMS, read_checkpoint
 
@@ -92,21 +91,11 @@ def assert_same_run(home, other, update):
         assert ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.fixture(scope="module")
-def unbroken(warm_model, tmp_path_factory):
-    """A run of four updates without interruption."""
-    home = tmp_path_factory.mktemp("unbroken")
-    command = Command(home, *settings(warm_model, 4), "--save-every", 1, "--keep-checkpoints", 2)
-    assert command.end() == 0, command.output[-3000:]
-    assert sorted(os.listdir(home / "runs/one/checkpoints")) == ["latest", "update-0003", "update-0004"]
-    return home
-
-
-def test_a_changed_setting_is_refused_before_the_first_checkpoint_too(unbroken, tmp_path):
+def test_a_changed_setting_is_refused_before_the_first_checkpoint_too(trained, tmp_path):
     run = tmp_path / "runs/one"
     for folder in ("rollouts", "checkpoints"):
         (run / folder).mkdir(parents=True)
-    began = json.loads((unbroken / "runs/one/settings.json").read_text())
+    began = json.loads((trained[0] / "runs/one/settings.json").read_text())
     del began["engine_tensor_parallel"]  # a setting without effect on the result may be newer than the run
     (run / "settings.json").write_text(json.dumps(began))
     command = Command(tmp_path, "train.py", "--resume", "runs/one", "--learning-rate", 1e-4)
@@ -115,7 +104,7 @@ def test_a_changed_setting_is_refused_before_the_first_checkpoint_too(unbroken, 
     assert "Starting the engine" not in command.output and not (run / "metrics.jsonl").exists()
 
 
-def test_stopped_killed_and_resumed_is_the_unbroken_run(unbroken, warm_model, tmp_path):
+def test_stopped_killed_and_resumed_is_the_unbroken_run(trained, warm_model, tmp_path):
     checkpoints = tmp_path / "runs/one/checkpoints"
     metrics = tmp_path / "runs/one/metrics.jsonl"
 
@@ -145,7 +134,7 @@ def test_stopped_killed_and_resumed_is_the_unbroken_run(unbroken, warm_model, tm
 
     command = Command(tmp_path, "train.py", "--resume", "runs/one")
     assert command.end() == 0, command.output[-3000:]
-    assert_same_run(tmp_path, unbroken, 4)
+    assert_same_run(tmp_path, trained[0], 4)
 
 
 @pytest.mark.slow
