@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -750,18 +751,31 @@ def _leave() -> None:
     dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
 
 
-def end_process() -> None:
-    """A trainer process's last call: one of several ends here, in success, without the interpreter's own end.
+@contextlib.contextmanager
+def process_of_several() -> Iterator[None]:
+    """Around all that a trainer process does: one of several ends with it, in success or not, without the interpreter's own end.
 
     torch keeps what was sharded, and with it gloo's threads, in caches until then; a thread that gives back a tensor
     while the interpreter goes away aborts the process.
     """
     if trainer_processes() == 1:
+        yield
         return
+    status: Any = 0
+    try:
+        yield
+    except SystemExit as ended:
+        status = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+        status = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
@@ -2286,10 +2300,10 @@ def update_line(update: int, updates: int, m: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     presets = {"recipe": {}, "demo": DEMO_PRESET}
-    run_with_settings(
-        parser, presets, train, TrainSettings, RolloutSettings, EnvironmentSettings, saved=resumed_settings
-    )
-    end_process()
+    with process_of_several():
+        run_with_settings(
+            parser, presets, train, TrainSettings, RolloutSettings, EnvironmentSettings, saved=resumed_settings
+        )
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from gpu_check import LiveBytes
 from test_plan import counted, datum_of
-from train import ShardedPolicy, end_process, joined_trainers
+from train import ShardedPolicy, joined_trainers, process_of_several
 
 class PartBytes(LiveBytes):
     # FSDP frees a storage by giving it the size 0, so sizes are asked for anew after every operation
@@ -105,7 +105,7 @@ class PartBytes(LiveBytes):
         self.now = sum(storage.nbytes() for reference in [*self._alive.values()] if (storage := reference()) is not None)
         self.peak = max(self.peak, self.now)
 
-with joined_trainers() as rank:
+with process_of_several(), joined_trainers() as rank:
     measured = []
     for base, dtype, tokens in json.loads(sys.argv[1]):
         policy = ShardedPolicy(base, head_chunk=64, device="cpu", dtype=getattr(torch, dtype))
@@ -113,7 +113,6 @@ with joined_trainers() as rank:
         measured.append(counted(policy, datum_of(tokens, tokens // 2), PartBytes))
     if rank == 0:
         print(json.dumps(measured))
-end_process()
 """
 
 

@@ -71,14 +71,14 @@ def play():
         train.save_checkpoint(Path(out), policy, train.Progress(3, 3, 0, "", {}, {}), keep=0)
 
 policy = None
-with train.joined_trainers() as rank:
-    if rank:
-        train.follow(make)
-    else:
-        while cases:
-            play()
-keep()
-train.end_process()
+with train.process_of_several():
+    with train.joined_trainers() as rank:
+        if rank:
+            train.follow(make)
+        else:
+            while cases:
+                play()
+    keep()
 """
 
 
@@ -192,6 +192,7 @@ def test_memory_that_ends_in_one_sharded_process_ends_all(base, tmp_path):
     began = time.monotonic()
     _, result = start(tmp_path, 2, base, ("sharded", "memory", ""))
     assert result.returncode != 0 and time.monotonic() - began < 200
+    assert "exitcode  : 1 " in result.stderr  # whoever failed said so, and did not abort
     assert "OthersWait: RuntimeError in what all trainers do together" in result.stderr
     assert "can't allocate memory" in result.stderr
 
