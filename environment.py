@@ -38,7 +38,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import types
@@ -148,10 +147,10 @@ def _read_cache(game_file: Path, key: str) -> bytes | None:
 def _write_cache(game_file: Path, key: str, payload: bytes) -> None:
     """Replace the cache file in one move, so that readers and other writers never see half of one."""
     with contextlib.suppress(OSError):  # a folder that cannot be written only means compiling again next time
-        handle, name = tempfile.mkstemp(prefix=CACHE_NAME, dir=game_file.parent)
+        # not tempfile's, which nobody else could read who shares the games
+        name = game_file.with_name(f"{CACHE_NAME}{os.urandom(8).hex()}")
         try:
-            os.fchmod(handle, 0o644)  # for all who share the games
-            with os.fdopen(handle, "wb") as file:
+            with open(name, "xb") as file:
                 file.write(_cache_head(key, payload) + b"\n" + payload)
             os.replace(name, game_file.parent / CACHE_NAME)
         except OSError:
