@@ -380,13 +380,14 @@ def test_the_cache_is_used_and_anything_wrong_with_it_is_repaired(tmp_path, game
     assert World(environment.compile_game(game_file)).task == "do something else."
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, games, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(environment, "open"), (environment.os, "replace")])
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, games, monkeypatch, owner, name):
     game_file = rewritten(games[0], tmp_path)
 
-    def refuse(**_):
+    def refuse(*_):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(environment.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(owner, name, refuse, raising=False)
     assert World(environment.compile_game(game_file)).start()
     assert [path.name for path in tmp_path.iterdir()] == ["game.tw-pddl"]
 
