@@ -953,7 +953,7 @@ class _Worker:
         self.groups = 0
         self._timeout_seconds, self._batch_size = timeout_seconds, batch_size
         self._queue: list[tuple[tuple, asyncio.Future | None]] = []
-        self._under_way = 0  # requests that the process is at
+        self._under_way: list[tuple[tuple, asyncio.Future | None]] = []  # what the process is at
         self._filled = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         # A fresh interpreter on this file: safe whatever threads or CUDA contexts the parent has, and quick, as it
@@ -967,7 +967,7 @@ class _Worker:
 
     @property
     def load(self) -> int:
-        return len(self._queue) + self._under_way + self.groups
+        return len(self._queue) + len(self._under_way) + self.groups
 
     def ask(self, method: str, *arguments) -> asyncio.Future:
         loop = asyncio.get_running_loop()
@@ -990,22 +990,20 @@ class _Worker:
             self._filled.set()
 
     async def _exchange(self) -> None:
-        batch: list[tuple[tuple, asyncio.Future | None]] = []
         reader, writer = await asyncio.open_unix_connection(sock=self._socket)
         try:
             while True:
                 await self._filled.wait()
-                batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
+                self._under_way, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
                 if not self._queue:
                     self._filled.clear()
-                self._under_way = len(batch)
-                message = pickle.dumps([request for request, _ in batch])
+                message = pickle.dumps([request for request, _ in self._under_way])
                 async with asyncio.timeout(self._timeout_seconds):
                     writer.write(_LENGTH.pack(len(message)) + message)
                     await writer.drain()
                     length = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                     replies = pickle.loads(await reader.readexactly(*length))
-                for (_, future), (kind, value) in zip(batch, replies, strict=True):
+                for (_, future), (kind, value) in zip(self._under_way, replies, strict=True):
                     if future is None or future.done():
                         continue
                     if kind == "value":
@@ -1013,7 +1011,7 @@ class _Worker:
                     else:
                         error = GameError(value) if kind == "game" else EnvironmentFault(f"a worker raised\n{value}")
                         future.set_exception(error)
-                batch, self._under_way = [], 0
+                self._under_way = []
         except TimeoutError:
             self.failed = not self.lost
             self.close(f"worker {self.process.pid} did not answer within {self._timeout_seconds:g} s")
@@ -1024,10 +1022,10 @@ class _Worker:
         finally:
             self.close("its event loop has ended")
             writer.close()
-            for requests in (batch, self._queue):
+            for requests in (self._under_way, self._queue):
                 for _, future in requests:
                     if future is not None and not future.done():
-                        future.set_exception(_WorkerLost(self.lost, begun=requests is batch))
+                        future.set_exception(_WorkerLost(self.lost, begun=requests is self._under_way))
 
     def hang_up(self, reason: str) -> None:
         self.lost = self.lost or reason

@@ -1774,10 +1774,15 @@ def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int
     _sync_to_disk(root)
     _point_to(folder)
     # Later ones, from before the run was resumed further back, are not counted.
-    until_this = sorted(path for path in root.glob("update-*") if path.suffix == "" and path.name <= folder.name)
+    until_this = [path for path in complete_checkpoints(root) if path.name <= folder.name]
     for old in until_this[:-keep] if keep else []:
         _remove(old)
     return folder
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """All checkpoints in a folder, by update, without what is being written or removed."""
+    return sorted(path for path in root.glob("update-*") if path.suffix == "")
 
 
 def _sha256(path: Path) -> str:
@@ -1815,8 +1820,8 @@ def read_checkpoint(folder: Path) -> Progress:
     problem = _damage(folder)
     if problem is None:
         return _read_progress(folder / "state" / "training.json")
-    earlier = sorted((path for path in folder.parent.glob("update-*") if path.name < folder.name), reverse=True)
-    sound = next((path for path in earlier if path.suffix == "" and _damage(path) is None), None)
+    earlier = [path for path in complete_checkpoints(folder.parent) if path.name < folder.name]
+    sound = next((path for path in reversed(earlier) if _damage(path) is None), None)
     offer = f"the one before is sound: --resume {sound}" if sound else "there is no sound one before it: start a new run"
     raise CheckpointError(f"checkpoint {folder} is damaged: {problem}; {offer}")
 
@@ -1891,7 +1896,7 @@ def find_run(resume: str, runs_dir: str, run_name: str) -> tuple[Path, Path | No
     latest = run_dir / "checkpoints" / "latest"
     if latest.exists():
         return run_dir, latest.resolve()
-    complete = sorted(path for path in (run_dir / "checkpoints").glob("update-*") if path.suffix == "")
+    complete = complete_checkpoints(run_dir / "checkpoints")
     return run_dir, complete[-1] if complete else None
 
 

@@ -219,15 +219,20 @@ def processes_of(marker):
     return found
 
 
+def settings(model, updates):
+    return (
+        "train.py", "--base-model", model, "--data-root", STARTER, "--max-steps", updates, "--games-per-batch", 2,
+        "--group-size", 4, "--max-episode-steps", 6, "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24,
+        "--learning-rate", 1e-3, "--lora-rank", 8, "--run-name", "one", "--swanlab-mode", "disabled",
+        "--engine-cache-gb", 0.5,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def trained(warm_model, tmp_path_factory):
     """The folder of an unbroken run of four updates, its output, and what shared memory there was before."""
     home = tmp_path_factory.mktemp("main_job")
     shared_before = set(os.listdir("/dev/shm"))
-    output = run_command(
-        "train.py", "--base-model", warm_model, "--data-root", STARTER, "--max-steps", 4, "--games-per-batch", 2,
-        "--group-size", 4, "--max-episode-steps", 6, "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24,
-        "--learning-rate", 1e-3, "--lora-rank", 8, "--save-every", 1, "--keep-checkpoints", 2, "--run-name", "one",
-        "--swanlab-mode", "offline", cwd=home,
-    )  # fmt: skip
+    saving = ("--save-every", 1, "--keep-checkpoints", 2)
+    output = run_command(*settings(warm_model, 4), *saving, "--swanlab-mode", "offline", cwd=home)
     return home, output, shared_before

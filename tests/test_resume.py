@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, STARTER, processes_of
+from conftest import ROOT, processes_of, settings
 
 from train import CHECKSUMS, read_checkpoint
 
@@ -61,15 +61,6 @@ class Command:
                 return status
             time.sleep(0.1)
         raise AssertionError(f"left behind: {processes_of(self.home)}")
-
-
-def settings(model, updates):
-    return (
-        "train.py", "--base-model", model, "--data-root", STARTER, "--max-steps", updates, "--games-per-batch", 2,
-        "--group-size", 4, "--max-episode-steps", 6, "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24,
-        "--learning-rate", 1e-3, "--lora-rank", 8, "--run-name", "one", "--swanlab-mode", "disabled",
-        "--engine-cache-gb", 0.5,
-    )  # fmt: skip
 
 
 def metrics_of(home):
