@@ -46,8 +46,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -56,10 +57,20 @@ from tqdm import tqdm, trange
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from advantages import group_advantages
+from advantages import (
+    TrainingDatum,
+    group_advantages,
+    make_datum,
+    mismatch_metrics,
+    ppo_clip_loss,
+    rollout_metrics,
+    token_logprobs,
+    training_data,
+    update_metrics,
+)
 from data import Game, batch_of_games, find_games, json_object, read_file, shuffle_games
 from environment import EnvironmentSettings, WorldPool
-from protocol import PrefixViolation, check_prefix_extension
+from protocol import ChatTokens
 from rollout import (
     DEMO_DATA,
     DEMO_MODEL,
@@ -86,164 +97,6 @@ from rollout import (
     wilson_interval,
     write_records,
 )
-
-# --- training datum -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainingDatum:
-    """One trajectory as one training sequence; position t predicts `targets_T[t]` from `tokens_T[: t + 1]`.
-
-    T is one less than the end of the last completion. Where `mask_T` is true the target was sampled by the model:
-    log-probability and advantage are the sampler's and the trajectory's. Elsewhere (prompt, observations) both are 0.
-    """
-
-    name: str
-    tokens_T: torch.Tensor  # int64
-    targets_T: torch.Tensor  # int64, the tokens one position later
-    mask_T: torch.Tensor  # bool
-    old_logprobs_T: torch.Tensor  # float32
-    advantages_T: torch.Tensor  # float32
-
-
-def make_datum(tokens: Sequence[int], spans: Sequence[tuple[int, int]], logprobs: Sequence[Sequence[float]],
-               advantage: float, name: str = "trajectory") -> TrainingDatum:
-    """Build the training sequence of a trajectory; `name` says in errors which one it is.
-
-    tokens: every token once (prompt, completions, observations). spans: [start, end) of each completion in `tokens`,
-    in order. logprobs: the sampler's log-probabilities, a list a span. Tokens after the last completion predict
-    nothing that was sampled and are cut off.
-    Raises ValueError for spans that are out of order, outside the tokens or at position 0, for log-probabilities
-    that do not match the spans in number or are not finite, and where nothing was sampled.
-    """
-    if len(spans) != len(logprobs):
-        raise ValueError(f"{name}: {len(spans)} completions but {len(logprobs)} lists of log-probabilities")
-    if not math.isfinite(advantage):
-        raise ValueError(f"{name}: advantage is {advantage}")
-    try:
-        check_prefix_extension(len(tokens), [start for start, _ in spans], spans)
-    except PrefixViolation as error:
-        raise PrefixViolation(f"{name}: {error}") from error
-    sampled: list[int] = []
-    for turn, ((start, end), span_logprobs) in enumerate(zip(spans, logprobs)):
-        where = f"{name}: completion {turn} at [{start}, {end})"
-        if len(span_logprobs) != end - start:
-            raise ValueError(f"{where} has {len(span_logprobs)} log-probabilities for {end - start} tokens")
-        if not all(map(math.isfinite, span_logprobs)):
-            raise ValueError(f"{where} has a log-probability that is not finite: {list(span_logprobs)}")
-        sampled.extend(range(start, end))
-    if not sampled:
-        raise ValueError(f"{name}: no sampled token, nothing to train on")
-
-    tokens_T = torch.tensor(tokens[: sampled[-1] + 1])
-    positions_A = torch.tensor(sampled) - 1
-    mask_T = torch.zeros(len(tokens_T) - 1, dtype=torch.bool)
-    mask_T[positions_A] = True
-    old_logprobs_T = torch.zeros(len(tokens_T) - 1)
-    old_logprobs_T[positions_A] = torch.tensor([logprob for span in logprobs for logprob in span])
-    return TrainingDatum(name, tokens_T[:-1], tokens_T[1:], mask_T, old_logprobs_T, mask_T.float() * advantage)
-
-
-# --- loss -----------------------------------------------------------------------------------------------------
-
-
-def ppo_clip_loss(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
-                  clip_low: float, clip_high: float) -> torch.Tensor:
-    """PPO-clip summed over sampled tokens: sum of -min(r A, clip(r, clip_low, clip_high) A), r = exp(new - old).
-
-    All inputs float32 [A]; returns the scalar loss.
-    Source: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7, with two free thresholds.
-    """
-    ratio_A = torch.exp(logprobs_A - old_logprobs_A)
-    return -torch.minimum(ratio_A * advantages_A, ratio_A.clamp(clip_low, clip_high) * advantages_A).sum()
-
-
-def mismatch_metrics(logprobs_A: torch.Tensor, rollout_logprobs_A: torch.Tensor) -> dict[str, float]:
-    """How far trainer (new) and rollout (old) are apart: |new - old|, and two estimators of KL(rollout || trainer).
-
-    Both inputs: log-probabilities of the same A >= 1 sampled tokens, before the optimizer step, in nats. Per token
-    k1 = old - new (unbiased, of either sign) and k3 = exp(new - old) - 1 - (new - old) (unbiased, never negative,
-    steadier). With one step an update they are PPO's `approx_kl` too.
-    Source: J. Schulman, "Approximating KL Divergence" (2020).
-    """
-    gap_A = (logprobs_A.double() - rollout_logprobs_A.double()).detach()
-    return {
-        "mismatch/mean": gap_A.abs().mean().item(),
-        "mismatch/max": gap_A.abs().max().item(),
-        "mismatch/k1": -gap_A.mean().item(),
-        "mismatch/k3": (gap_A.expm1() - gap_A).mean().item(),
-    }
-
-
-def update_metrics(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
-                   entropies_A: torch.Tensor, clip_low: float, clip_high: float) -> dict[str, float]:
-    """Metrics of an update over its A >= 1 trained tokens: the loss is their sum, all else means and maxima.
-
-    A token counts as clipped where the clip decides the minimum, i.e. it has no gradient.
-    """
-    ratio_A = torch.exp(logprobs_A - old_logprobs_A)
-    clipped_A = ratio_A.clamp(clip_low, clip_high) * advantages_A < ratio_A * advantages_A
-    return {
-        "tokens/trained": len(logprobs_A),
-        "train/loss": ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high).item(),
-        "train/clip_fraction": clipped_A.float().mean().item(),
-        "train/ratio_mean": ratio_A.mean().item(),
-        "train/ratio_max": ratio_A.max().item(),
-        "train/entropy": entropies_A.mean().item(),
-    } | mismatch_metrics(logprobs_A, old_logprobs_A)
-
-
-# --- log-probabilities ----------------------------------------------------------------------------------------
-
-
-class _HeadLogprobs(torch.autograd.Function):
-    """Language-model head and log-softmax of C rows, whose logits are computed again in backward.
-
-    By hand rather than by checkpointing, because the logits can be turned into the gradient in place: at the peak
-    there are two fp32 [C, vocab] buffers, with checkpointing three (measured).
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_CD, weight_VD, bias_V, targets_C, temperature):
-        ctx.save_for_backward(hidden_CD, weight_VD, bias_V, targets_C)
-        ctx.temperature = temperature
-        logprobs_CV = _HeadLogprobs.log_softmax(hidden_CD, weight_VD, bias_V, temperature)
-        logprobs_C = logprobs_CV.gather(1, targets_C[:, None])[:, 0]
-        entropies_C = logprobs_CV.exp().mul_(logprobs_CV).sum(-1).neg_()
-        ctx.mark_non_differentiable(entropies_C)
-        return logprobs_C, entropies_C
-
-    @staticmethod
-    def backward(ctx, grad_C, _):
-        hidden_CD, weight_VD, bias_V, targets_C = ctx.saved_tensors
-        probs_CV = _HeadLogprobs.log_softmax(hidden_CD, weight_VD, bias_V, ctx.temperature).exp_()
-        # d logprob[target] / d logits = (onehot(target) - softmax) / temperature
-        grad_CV = probs_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], grad_C[:, None])
-        grad_CV = grad_CV.div_(ctx.temperature).to(weight_VD.dtype)
-        grad_weight_VD = grad_CV.T @ hidden_CD if ctx.needs_input_grad[1] else None
-        grad_bias_V = grad_CV.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_CV @ weight_VD, grad_weight_VD, grad_bias_V, None, None
-
-    @staticmethod
-    def log_softmax(hidden_CD, weight_VD, bias_V, temperature):
-        logits_CV = F.linear(hidden_CD, weight_VD, bias_V).float().div_(temperature)
-        return logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
-
-
-def token_logprobs(hidden_AD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None,
-                   targets_A: torch.Tensor, temperature: float, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the targets and entropies of their distributions, float32 [A] each, in nats.
-
-    hidden_AD: the decoder's last hidden states at the positions that predict `targets_A`. Logits are divided by the
-    sampling temperature and exist for `chunk` rows at a time (2 buffers of chunk * vocab * 4 bytes), in forward and
-    in backward. The log-probabilities are differentiable; the entropies are a metric and are not.
-    """
-    parts = [
-        _HeadLogprobs.apply(hidden_CD, weight_VD, bias_V, targets_C, temperature)
-        for hidden_CD, targets_C in zip(hidden_AD.split(chunk), targets_A.split(chunk))
-    ]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
-
 
 # --- policy ---------------------------------------------------------------------------------------------------
 
@@ -473,7 +326,8 @@ class Policy:
 
         FloatingPointError, before any weight changes, if the norm is not finite.
         """
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm)).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, grad_clip_norm)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm is {norm}; no step was taken; what was saved before is intact. "
                                      "Lower --learning-rate if it comes again")
@@ -493,11 +347,31 @@ class Policy:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Adam's state in host memory: a weight's place in `parameters` and what it is (step, exp_avg, exp_avg_sq)."""
-        return {name: value.cpu() for name, value in self._moments().items()}
-
-    def _moments(self) -> dict[str, torch.Tensor]:
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
-        return {f"{i}.{name}": value for i, state in enumerate(states) for name, value in state.items()}
+        return {f"{i}.{name}": value.cpu() for i, state in enumerate(states) for name, value in state.items()}
+
+    def load_moments(self, path: Path) -> None:
+        """Take over Adam's state as `moments` gave it; CheckpointError if it is not of these weights."""
+        try:
+            with safe_open(path, "pt") as file:
+                names = set(file.keys())
+                if {name.partition(".")[0] for name in names} not in (set(), set(map(str, range(len(self.parameters))))):
+                    raise KeyError("another number of weights")
+                for i, parameter in enumerate(self.parameters if names else []):
+                    state = {name: file.get_tensor(f"{i}.{name}") for name in ("step", "exp_avg", "exp_avg_sq")}
+                    if [value.shape for value in state.values()] != [(), parameter.shape, parameter.shape]:
+                        raise KeyError(f"moments of another shape than weight {i}")
+                    self.optimizer.state[parameter] = {
+                        name: value if name == "step" else placed_like(parameter, value) for name, value in state.items()
+                    }
+        except (SafetensorError, KeyError, OSError) as error:
+            raise CheckpointError(f"{path} is no state of this run's optimizer: {first_line(error)}") from error
+
+    def split(self) -> None:
+        """Keep a part of the policy only, if it is sharded; Adam begins anew."""
+
+    def gather(self, moments: bool) -> None:
+        """Put together in process 0 what is sharded: the weights, and Adam's moments if asked, in host memory."""
 
     def load(self, folder: Path) -> None:
         """Replace the weights by those that `save` wrote; SettingsError if they are no such thing. Adam's state stays."""
@@ -585,18 +459,20 @@ class Policy:
                 yield f"{name.removeprefix('base_model.model.')}.weight", merged
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is, or put together from its parts: then all processes that have one must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def placed_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A whole tensor where a parameter is, or this process's part of it if the parameter is sharded."""
+    value = value.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 class ShardedPolicy(Policy):
     """A policy without adapter of which every trainer process holds a part: of weights, gradients and Adam's moments.
 
     torch's `fully_shard` (FSDP2; Zhao et al. 2023) puts a layer's weights together while it computes, in fp32 as they
-    are, and sums gradients into the parts. Made whole, in host memory; `split` shares it out, and from then on what
-    process 0 calls is an order to the others (see `follow`). Files are those of a Policy, so a run may go on with
-    another number of processes.
+    are, and sums gradients into the parts. Made whole, in host memory, until `split`; from then on all processes call
+    its methods together. Files are those of a Policy, so a run may go on with another number of processes.
     """
 
     sharded = True
@@ -606,9 +482,10 @@ class ShardedPolicy(Policy):
         self._split_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = dtype or (torch.bfloat16 if self._split_device.type == "cuda" else torch.float32)
         super().__init__(base_model, lora_rank=0, device="cpu", dtype=dtype, **settings)
+        self._weights: dict[str, torch.Tensor] = {}
+        self._moments: dict[str, torch.Tensor] = {}
 
-    def split(self, moments: dict[str, torch.Tensor]) -> None:
-        """Keep a part, in every process; `moments` are all of Adam's, in process 0."""
+    def split(self) -> None:
         self.device, self._scorer = self._split_device, _Scorer(self.model, super().logprobs)
         self.parameters, self.optimizer = [], None  # which would keep what is whole
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
@@ -618,46 +495,31 @@ class ShardedPolicy(Policy):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         self.parameters = list(self.model.parameters())
         self.optimizer = self._make_optimizer(self.parameters)
-        for name in _from_first([*moments]):
-            index, _, kind = name.partition(".")
-            parameter = self.parameters[int(index)]
-            if kind == "step":
-                value = _from_first(moments.get(name))
-            else:
-                value = moments[name] if name in moments else torch.empty(parameter.shape)
-                value = distribute_tensor(value.to(self.device), mesh, parameter.placements)
-            self.optimizer.state[parameter][kind] = value
+
+    def gather(self, moments: bool) -> None:
+        options, names = StateDictOptions(full_state_dict=True, cpu_offload=True), dict(self.model.named_parameters())
+        weights = get_model_state_dict(self.model, options=options)
+        self._weights = {name: weights[name] for name in names if name in weights}  # a tied head once; in process 0
+        self._moments = {}
+        if moments and self.optimizer.state:  # without a step there are none, and torch would take one
+            states = get_optimizer_state_dict(self.model, self.optimizer, options=options).get("state", {})
+            for i, name in enumerate(names):
+                self._moments |= {f"{i}.{kind}": value for kind, value in states.get(name, {}).items()}
 
     def logprobs(self, datum: TrainingDatum, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return self._scorer(datum, temperature)
 
     def measure(self, datum: TrainingDatum, temperature: float | None = None) -> torch.Tensor:
-        with _all_together(self, "measure", datum, temperature):
-            return self.measure_together(datum, temperature)
-
-    def measure_together(self, datum: TrainingDatum, temperature: float | None) -> torch.Tensor:
         logprobs_A = super().measure(datum, temperature)
         self._scorer.reshard()  # which otherwise waits for a backward
         return logprobs_A
 
     def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with _all_together(self, "gather", "weights"):
-            weights = self.gather("weights")
-        yield from weights.items()
+        """As they were gathered last."""
+        yield from self._weights.items()
 
     def moments(self) -> dict[str, torch.Tensor]:
-        with _all_together(self, "gather", "moments"):
-            return self.gather("moments")
-
-    def gather(self, what: str) -> dict[str, torch.Tensor]:
-        """All whole weights or moments, by name, in the host memory of process 0: whatever it does with them then, no other waits."""
-        parts = dict(self.model.named_parameters()) if what == "weights" else self._moments()
-        gathered = {}
-        for name, part in parts.items():
-            tensor = whole(part.detach())
-            if dist.get_rank() == 0:
-                gathered[name] = tensor.cpu()
-        return gathered
+        return self._moments
 
 
 class _Scorer(torch.nn.Module):
@@ -713,9 +575,24 @@ def check_delta_rule(fused: Callable, reference: Callable, device: str) -> None:
 
 # --- more than one trainer process --------------------------------------------------------------------------------
 #
-# Under torchrun every process holds the whole policy, or a part, and a share of an update's trajectories; process 0 is the run
-# (games, engine, log, checkpoints), the others follow it. Loss and gradient are sums over tokens, so the number of
-# processes changes rounding and nothing else.
+# Under torchrun every process holds the whole policy, or a part, and a share of an update's trajectories. All take the
+# same updates; process 0 alone plays, writes and talks, and hands each batch to all (`share`). Loss and gradient are
+# sums over tokens, so the number of processes changes rounding and nothing else.
+
+
+class Ended(Exception):
+    """Process 0 has come to its end, so the others have too."""
+
+
+class OthersWait(RuntimeError):
+    """An error in the midst of what all trainers do together: the others wait in it, until torchrun ends them."""
+
+
+class Batch(NamedTuple):
+    """What all trainers learn from in one update, and whether Adam's moments are saved after it."""
+
+    data: list[TrainingDatum]
+    save: bool = False
 
 
 def trainer_processes() -> int:
@@ -731,7 +608,7 @@ def joined_trainers() -> Iterator[int]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # The others wait as long as a rollout takes. Orders and data go over gloo, gradients on GPUs over nccl.
+    # The others wait as long as a rollout takes. Batches go over gloo, gradients on GPUs over nccl.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(days=1))
     try:
@@ -746,8 +623,8 @@ def joined_trainers() -> Iterator[int]:
 
 def _leave() -> None:
     if dist.get_rank() == 0:
-        with contextlib.suppress(RuntimeError):  # a follower that failed listens no more
-            _order("end")
+        with contextlib.suppress(RuntimeError):  # another that failed listens no more
+            dist.broadcast_object_list([Ended()], 0)
     dist.destroy_process_group()  # without it gloo's threads sometimes abort the process as it exits
 
 
@@ -778,6 +655,70 @@ def process_of_several() -> Iterator[None]:
     os._exit(status)
 
 
+def share(value: Any = None) -> Any:
+    """What process 0 has, in every process; all call this. Raises Ended in the others where process 0 has ended."""
+    if dist.is_initialized():
+        values = [value]
+        dist.broadcast_object_list(values, 0)
+        [value] = values
+    if isinstance(value, Ended):
+        raise value
+    return value
+
+
+def follow(make: Callable[[], Policy], settings: TrainSettings) -> None:
+    """What every process but the first does: the same updates, on the batches that process 0 hands out, to its end."""
+    with contextlib.suppress(Ended):
+        checkpoint = share()  # comes when the engine has started, which measures what is free on its card
+        policy = make()
+        begin(policy, checkpoint)
+        policy.score(share())
+        while True:
+            batch = share()
+            with contextlib.suppress(FloatingPointError, MismatchTooLarge):  # process 0 raises it too, and decides
+                learn(policy, batch, settings)
+
+
+def begin(policy: Policy, checkpoint: Path | None) -> None:
+    """Bring a new policy to where the run stands; a sharded one keeps its part from here on."""
+    if checkpoint:
+        policy.load(checkpoint / "sampler")
+    policy.split()
+    if checkpoint:
+        policy.load_moments(checkpoint / "state" / ADAM)
+        policy.gather(moments=False)
+
+
+def learn(policy: Policy, batch: Batch, settings: TrainSettings) -> dict[str, float]:
+    """One optimizer step over a batch, by all trainer processes together; returns the update's metrics.
+
+    Data without advantage have no gradient: where all are such, the first is measured and no step is taken. Raises
+    MismatchTooLarge, with no step taken, if trainer and engine disagree.
+    """
+    metrics: dict[str, float] = {}
+    try:
+        if any(datum.advantages_T.any() for datum in batch.data):
+            clip = settings.ppo_clip_low, settings.ppo_clip_high
+            metrics = update_metrics(*torch.cat(accumulate_all(policy, batch.data, clip), dim=1), *clip)
+            check_mismatch(metrics, settings.max_mismatch_kl)
+            metrics["train/grad_norm"] = policy.step(settings.grad_clip_norm)
+        elif batch.data:
+            datum = batch.data[0]
+            metrics = mismatch_metrics(policy.measure(datum), datum.old_logprobs_T[datum.mask_T])
+            check_mismatch(metrics, settings.max_mismatch_kl)
+        policy.gather(batch.save)
+    except Exception as error:
+        if policy.sharded and not isinstance(error, (FloatingPointError, MismatchTooLarge)):
+            policy.whole = False  # nor could it be saved without the others
+            raise OthersWait(f"{type(error).__name__} in what all trainers do together: {first_line(error)}") from error
+        raise
+    if dist.is_initialized():  # all have given back memory that they don't keep, for engines that may be on their cards
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        dist.all_gather_object([None] * dist.get_world_size(), None)  # over gloo, unlike a barrier
+    return metrics
+
+
 def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
     """Indices of the data by process: the longest first, each to whoever has the fewest tokens.
 
@@ -796,29 +737,20 @@ def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> li
 
 
 def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[float, float]) -> list[torch.Tensor]:
-    """`policy.accumulate` over all data, by all processes; the summed gradient ends up in each.
+    """`policy.accumulate` over all data, by all processes; the summed gradient and all results end up in each.
 
-    Process 0 calls it with the data and gets the results in their order; `follow` is the other end. An error in any
-    process is raised in all.
+    An error in any process is raised in all.
     """
     if not dist.is_initialized():
         return [policy.accumulate(datum, *clip) for datum in data]
-    shares = [
-        [(index, data[index], clip) for index in hand] for hand in deal(data, dist.get_world_size(), in_step=policy.sharded)
-    ]
+    hands = deal(data, dist.get_world_size(), in_step=policy.sharded)
+    mine = [(index, data[index]) for index in hands[dist.get_rank()]]
     if policy.sharded:  # who has one less repeats another, without advantage
         shortest = min(data, key=lambda datum: len(datum.tokens_T))
         idle = replace(shortest, advantages_T=torch.zeros_like(shortest.advantages_T))
-        shares = [share + [(-1, idle, clip)] * (len(shares[0]) - len(share)) for share in shares]
-    with _all_together(policy, "accumulate"):
-        return _accumulate_share(policy, shares)
-
-
-def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
-    mine: list = [None]
-    dist.scatter_object_list(mine, shares or None, src=0)
+        mine += [(-1, idle)] * (len(hands[0]) - len(mine))
     results, failure = {}, None
-    for index, datum, clip in mine[0]:
+    for index, datum in mine:
         try:
             results[index] = policy.accumulate(datum, *clip)
         except Exception as error:  # the others must hear of it, or they wait for this one's gradient
@@ -838,114 +770,6 @@ def _accumulate_share(policy: Policy, shares: list) -> list[torch.Tensor]:
         dist.all_reduce(parameter.grad)
     joined = {index: tokens for results, _ in everyone for index, tokens in results.items() if index >= 0}
     return [joined[index] for index in sorted(joined)]
-
-
-def step_all(policy: Policy, grad_clip_norm: float) -> float:
-    """`policy.step` in every process."""
-    with _all_together(policy, "step", grad_clip_norm):
-        return policy.step(grad_clip_norm)
-
-
-def same_everywhere(policy: Policy) -> None:
-    """Give every process the weights and the Adam state of process 0; of a ShardedPolicy the weights, see split_all."""
-    if not dist.is_initialized():
-        return
-    with _all_together(policy, "copy", bool(policy.optimizer.state)):
-        _copy_from_first(policy, bool(policy.optimizer.state))
-
-
-def _copy_from_first(policy: Policy, stepped: bool) -> None:
-    for parameter in policy.parameters:
-        dist.broadcast(parameter.data, 0)
-        if stepped and not policy.sharded:
-            state = policy.optimizer.state[parameter]
-            state.setdefault("step", torch.zeros(()))
-            for name in ("exp_avg", "exp_avg_sq"):
-                state.setdefault(name, torch.zeros_like(parameter))
-            for value in state.values():
-                dist.broadcast(value, 0)
-
-
-def split_all(policy: ShardedPolicy) -> None:
-    """`policy.split` in every process."""
-    with _all_together(policy, "split"):
-        policy.split(Policy.moments(policy))
-
-
-class OthersWait(RuntimeError):
-    """An error in the midst of what all trainers do together: the others wait in it, until torchrun ends them."""
-
-
-@contextlib.contextmanager
-def _all_together(policy: Policy, what: str, *how: Any) -> Iterator[None]:
-    """What process 0 does within, the others do as ordered."""
-    _order(what, *how)
-    with _together(policy, what):
-        yield
-
-
-@contextlib.contextmanager
-def _together(policy: Policy, what: str) -> Iterator[None]:
-    """In the end all have given back memory that they don't keep, for the engine that may be on their cards."""
-    try:
-        yield
-    except Exception as error:
-        if policy.sharded and not isinstance(error, FloatingPointError):
-            policy.whole = False  # nor could it be saved without the others
-            raise OthersWait(f"{type(error).__name__} in what all trainers do together ({what}): {first_line(error)}") from error
-        with contextlib.suppress(RuntimeError):  # who failed as well is gone
-            _settle()
-        raise
-    _settle()
-
-
-def _settle() -> None:
-    if dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        dist.all_gather_object([None] * dist.get_world_size(), None)  # over gloo, unlike a barrier
-
-
-def _order(*what: Any) -> None:
-    """Tell the processes that follow what comes next."""
-    if dist.is_initialized():
-        _from_first(what)
-
-
-def _from_first(value: Any) -> Any:
-    """What process 0 has; all call this."""
-    values = [value]
-    dist.broadcast_object_list(values, 0)
-    return values[0]
-
-
-def make_all() -> None:
-    """Let the others make their policies, from here on: an engine that is starting measures what is free on its card."""
-    _order("make")
-
-
-def follow(make: Callable[[], Policy]) -> None:
-    """What every process but the first does: as it is told, until it is told to end."""
-    while True:
-        what, *how = _from_first(None)
-        if what == "end":
-            return
-        if what == "make":
-            policy = make()
-            continue
-        with contextlib.suppress(FloatingPointError), _together(policy, what):  # process 0 raises it too, and decides
-            if what == "accumulate":
-                _accumulate_share(policy, [])
-            elif what == "step":
-                policy.step(*how)
-            elif what == "copy":
-                _copy_from_first(policy, *how)
-            elif what == "split":
-                policy.split({})
-            elif what == "gather":
-                policy.gather(*how)
-            else:
-                policy.measure_together(*how)
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -1860,25 +1684,6 @@ def _read_progress(path: Path) -> Progress:
     return progress
 
 
-def load_checkpoint(policy: Policy, folder: Path) -> None:
-    """Bring the policy to a checkpoint's weights and Adam state."""
-    policy.load(folder / "sampler")
-    path = folder / "state" / ADAM
-    try:
-        saved = load_file(path)
-        if {name.partition(".")[0] for name in saved} not in (set(), set(map(str, range(len(policy.parameters))))):
-            raise KeyError("another number of weights")
-        for i, parameter in enumerate(policy.parameters if saved else []):
-            state = {name: saved[f"{i}.{name}"] for name in ("step", "exp_avg", "exp_avg_sq")}
-            if [value.shape for value in state.values()] != [(), parameter.shape, parameter.shape]:
-                raise KeyError(f"moments of another shape than weight {i}")
-            policy.optimizer.state[parameter] = {
-                name: value if name == "step" else value.to(policy.device) for name, value in state.items()
-            }
-    except (SafetensorError, KeyError, OSError) as error:
-        raise CheckpointError(f"{path} is no state of this run's optimizer: {first_line(error)}") from error
-
-
 def find_run(resume: str, runs_dir: str, run_name: str) -> tuple[Path, Path | None]:
     """The run's folder that `--resume` means, and the checkpoint to go on from; None before the first."""
     if resume == "auto":
@@ -1958,89 +1763,36 @@ def package_versions() -> dict[str, str]:
 
 # --- the loop -----------------------------------------------------------------------------------------------------
 
-
-def rollout_metrics(groups: list[list[Trajectory]], advantages: list[list[float]]) -> dict[str, float]:
-    """What an update's trajectories say, before any training: `reward/`, `rollout/` and `advantage/`."""
-    trajectories = [trajectory for group in groups for trajectory in group]
-    n, turns = len(trajectories), max(1, sum(len(t.turns) for t in trajectories))
-    flat = [advantage for group in advantages for advantage in group]
-    rewards = [t.reward for t in trajectories]
-    return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-        "reward/success": sum(t.won for t in trajectories) / n,
-        "rollout/trajectories": n,
-        "rollout/steps": sum(len(t.turns) for t in trajectories) / n,
-        "rollout/truncated": sum(t.truncated for t in trajectories) / n,
-        "rollout/invalid_actions": sum(t.invalid_actions for t in trajectories) / n,
-        "rollout/valid_tool_calls": 1 - sum(t.malformed for t in trajectories) / turns,
-        "rollout/admissible_actions": 1 - sum(t.invalid_actions for t in trajectories) / turns,
-        "rollout/trajectory_tokens": sum(len(t.tokens) for t in trajectories) / n,
-        "advantage/mean_abs": statistics.fmean(map(abs, flat)),
-        "advantage/max": max(flat),
-        "advantage/min": min(flat),
-        "advantage/equal_groups": sum(not any(group) for group in advantages) / len(groups),
-        "advantage/trained_trajectories": sum(map(bool, flat)),
-    }
-
-
-def train_on(
-    policy: Policy, groups: list[list[Trajectory]], advantages: list[list[float]], settings: TrainSettings
-) -> tuple[dict[str, float], list[int] | None]:
-    """One optimizer step over an update's trajectories. Returns its metrics, and a probe for WeightSync if it was taken.
-
-    Trajectories without advantage have no gradient and are left out. If none is left there is no step (and no probe);
-    one trajectory is then measured all the same. Raises MismatchTooLarge, with no step taken, if trainer and engine
-    disagree.
-    """
-    probe = None
-    played = [pair for pair in zip(sum(groups, []), sum(advantages, []), strict=True) if pair[0].turns]
-    clip = settings.ppo_clip_low, settings.ppo_clip_high
-    data = [datum_of(trajectory, advantage) for trajectory, advantage in played if advantage]
-    if data:
-        metrics = update_metrics(*torch.cat(accumulate_all(policy, data, clip), dim=1), *clip)
-        probe = data[0].tokens_T[:PROBE_TOKENS].tolist()
-    elif played:
-        datum = datum_of(played[0][0], 0.0)
-        metrics = mismatch_metrics(policy.measure(datum), datum.old_logprobs_T[datum.mask_T])
-    else:
-        return {}, None
-    check_mismatch(metrics, settings.max_mismatch_kl)
-    if probe is not None:
-        metrics["train/grad_norm"] = step_all(policy, settings.grad_clip_norm)
-    return metrics, probe
-
-
-def datum_of(trajectory: Trajectory, advantage: float) -> TrainingDatum:
-    name = f"{trajectory.game.game_id} branch {trajectory.branch}"
-    return make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, advantage, name)
-
-
-def check_mismatch(metrics: dict[str, float], bound: float) -> None:
-    """Raise MismatchTooLarge, before a step is taken, if trainer and engine disagree."""
-    if not metrics["mismatch/k3"] <= bound:
-        raise MismatchTooLarge(
-            f"trainer and engine disagree: KL(rollout || trainer) is {metrics['mismatch/k3']:.4g} nats a token, above "
-            f"--max-mismatch-kl {bound:g} (mean |difference| {metrics['mismatch/mean']:.4g}, largest "
-            f"{metrics['mismatch/max']:.4g}); no step was taken. Usual causes: the engine plays with other weights, "
-            "another temperature, or top-p below 1"
-        )
+PROBE_TOKENS = 256
 
 
 class MismatchTooLarge(RuntimeError):
     """Rollout and trainer log-probabilities of the same tokens are too far apart to train on."""
 
 
-PROBE_TOKENS = 256
+@dataclass
+class Run:
+    """A run under way, in the process that plays, writes and talks."""
+
+    settings: TrainSettings
+    play: RolloutSettings
+    everything: dict  # all settings, as they are saved
+    folder: Path
+    games: list[Game]
+    chat: ChatTokens
+    pool: WorldPool
+    log: RunLog
+    sampler: Sampler
+    card: SharedCard
+    policy: Policy
+    sync: WeightSync
+    progress: Progress  # after the last update
+    saved: int  # updates in the last checkpoint
+    ended: float  # when the last update did, in monotonic seconds
 
 
 async def train(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
-    """The whole run: check everything that can be checked, start the engine, then rollout, update, sync, log, save.
-
-    Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
-    finished, and what was learned is saved.
-    """
+    """The whole run. Under torchrun process 0 leads and the others follow."""
     processes = trainer_processes()
     require(not settings.shard_trainers or processes > 1, "shard_trainers", True,
             "used under torchrun, as in torchrun --nproc-per-node 4 train.py --shard-trainers ...")  # fmt: skip
@@ -2054,18 +1806,223 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
                 ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
             )
         if rank:
-            await uninterrupted(asyncio.to_thread(follow, lambda: make_policy(settings, play)))
+            await uninterrupted(asyncio.to_thread(follow, functools.partial(make_policy, settings, play), settings))
         else:
             await lead(settings, play, worlds)
 
 
 async def lead(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
-    """The run itself, in process 0."""
+    """Check everything that can be checked, start engine and policy, then one update after the other.
+
+    Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
+    finished, and what was learned is saved.
+    """
+    with contextlib.ExitStack() as stack:
+        run = await start_run(settings, play, worlds, stack)
+        rollouts = Rollouts(run)
+        try:
+            for update in trange(run.progress.update + 1, settings.max_steps + 1, desc="updates", unit="update"):
+                groups, metrics = await rollouts.of(update)
+                await uninterrupted(learn_from(run, update, groups, metrics, rollouts), rollouts.ahead)
+            lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            print(closing_lines([json.loads(line) for line in lines]), flush=True)
+        except BaseException:
+            await rollouts.cancel()
+            save_on_the_way_out(run)
+            print(f"To go on: uv run python train.py --resume {run.folder}", flush=True)
+            raise
+
+
+async def learn_from(
+    run: Run, update: int, groups: list[list[Trajectory]], metrics: dict[str, float], rollouts: Rollouts
+) -> None:
+    """An update after its rollout, up to where the run could be resumed: credit, train, sync, log, save."""
+    settings, policy = run.settings, run.policy
+    with timed(metrics, "time/train"):
+        write_records(run.folder / "rollouts" / f"update-{update:04d}.jsonl", sum(groups, []))
+        advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
+        save_now = update == settings.max_steps or bool(settings.save_every) and update % settings.save_every == 0
+        batch = Batch(training_data(groups, advantages), save_now)
+        await run.card.to_trainer()
+        learned = await asyncio.to_thread(lambda: learn(policy, share(batch), settings))
+        metrics |= rollout_metrics(groups, advantages) | {"tokens/trained": 0} | learned
+    await rollouts.played()  # its trajectories keep the weights they began with
+    stepped = "train/grad_norm" in metrics
+    try:
+        with timed(metrics, "time/sync"):
+            await run.card.to_engine(policy)
+            if stepped:
+                await run.sync.push(update, batch.data[0].tokens_T[:PROBE_TOKENS].tolist())
+    except FloatingPointError:
+        policy.whole = False
+        raise
+    finally:  # the step is taken, whatever becomes of the engine
+        log_update(run, update, metrics, stepped)
+    tqdm.write(update_line(update, settings.max_steps, metrics))
+    if save_now:
+        await asyncio.to_thread(save, run)
+
+
+class Rollouts:
+    """The rollouts of a run, in order. With `--max-staleness 1` the next is played while the trainer works."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.ahead: asyncio.Task | None = None
+
+    async def of(self, update: int) -> tuple[list[list[Trajectory]], dict[str, float]]:
+        rollout = await (self.ahead or play_update(self._run, update))
+        self.ahead = None
+        if self._run.settings.max_staleness and update < self._run.settings.max_steps:
+            self.ahead = asyncio.ensure_future(play_update(self._run, update + 1))
+        return rollout
+
+    async def played(self) -> None:
+        """Wait for what is played ahead; `of` gives it, or raises its error."""
+        if self.ahead:
+            await asyncio.wait([self.ahead])
+
+    async def cancel(self) -> None:
+        if self.ahead:
+            self.ahead.cancel()
+        await self.played()
+
+
+async def play_update(run: Run, update: int) -> tuple[list[list[Trajectory]], dict[str, float]]:
+    """An update's trajectories, by game, and what sampling them took."""
+    settings, metrics = run.settings, {}
+    counted, faults = run.sampler.counts, run.pool.faults
+
+    def batch(number: int) -> list[Game]:
+        return batch_of_games(run.games, number - 1, settings.games_per_batch)
+
+    with timed(metrics, "time/rollout"):
+        if update < settings.max_steps:
+            run.pool.prefetch(game.path for game in batch(update + 1))
+        with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
+            groups = await gather_or_cancel(
+                play_group(run.sampler, run.chat, run.pool, game, settings.group_size, update - 1, run.play,
+                           lambda _: bar.update())
+                for game in batch(update)
+            )  # fmt: skip
+    counts = run.sampler.counts.since(counted)
+    return groups, {
+        "rollout/env_faults": run.pool.faults - faults,
+        "rollout/preempted": counts.preempted,
+        "tokens/prompt_read": counts.prompt,
+        "tokens/prompt_computed": counts.computed,
+        "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
+        "tokens/sampled": counts.sampled,
+    } | metrics
+
+
+@contextlib.contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Write down the seconds that something took, whether or not it came to a good end."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        metrics[name] = time.monotonic() - started
+
+
+def log_update(run: Run, update: int, metrics: dict[str, float], stepped: bool) -> None:
+    """Write the update's metrics; from here on the run stands after it."""
+    ended = time.monotonic()
+    metrics["time/update"], run.ended = ended - run.ended, ended
+    run.log.log(metrics, update)
+    run.progress = replace(
+        run.progress, update=update, weights_version=update if stepped else run.progress.weights_version,
+        metrics_bytes=run.log.bytes_written, settings=run.everything, versions=package_versions(),
+    )  # fmt: skip
+
+
+def save(run: Run) -> None:
+    folder = save_checkpoint(run.folder, run.policy, run.progress, run.settings.keep_checkpoints)
+    run.saved = run.progress.update
+    tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
+
+
+def save_on_the_way_out(run: Run) -> None:
+    """Save what was learned since the last checkpoint, if the weights are worth it."""
+    if run.progress.update == run.saved or not run.policy.whole:
+        return
+    try:
+        if run.policy.sharded:
+            learn(run.policy, share(Batch([], save=True)), run.settings)
+        save(run)
+    except (OSError, RuntimeError, SafetensorError) as second:  # the disk, most likely, which the first error is about too
+        print(f"update {run.progress.update} could not be saved: {first_line(second)}", flush=True)
+
+
+def check_mismatch(metrics: dict[str, float], bound: float) -> None:
+    """Raise MismatchTooLarge, before a step is taken, if trainer and engine disagree."""
+    if not metrics["mismatch/k3"] <= bound:
+        raise MismatchTooLarge(
+            f"trainer and engine disagree: KL(rollout || trainer) is {metrics['mismatch/k3']:.4g} nats a token, above "
+            f"--max-mismatch-kl {bound:g} (mean |difference| {metrics['mismatch/mean']:.4g}, largest "
+            f"{metrics['mismatch/max']:.4g}); no step was taken. Usual causes: the engine plays with other weights, "
+            "another temperature, or top-p below 1"
+        )
+
+
+# --- the start of a run -------------------------------------------------------------------------------------------
+
+
+async def start_run(
+    settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings, stack: contextlib.ExitStack
+) -> Run:
+    """Check all that can be checked without a model; then start engine and policy, and prove that they agree."""
     if settings.resume:
-        run_dir, checkpoint = find_run(settings.resume, settings.runs_dir, settings.run_name)
+        folder, checkpoint = find_run(settings.resume, settings.runs_dir, settings.run_name)
     else:
-        run_dir, checkpoint = Path(settings.runs_dir) / (settings.run_name or time.strftime("%Y%m%d-%H%M%S")), None
+        folder, checkpoint = Path(settings.runs_dir) / (settings.run_name or time.strftime("%Y%m%d-%H%M%S")), None
     everything = asdict(settings) | asdict(play) | asdict(worlds)
+    games = check_run(settings, play)
+    chat = load_chat_tokens(play.base_model)
+    pool = stack.enter_context(WorldPool(worlds))
+    games = (await playable_games(pool, games))[: settings.max_train_games or None]
+    require(
+        settings.games_per_batch <= len(games), "games_per_batch", settings.games_per_batch,
+        f"at most the number of training games, {len(games)}: a game twice in one update would repeat its seeds",
+    )  # fmt: skip
+    digest = hashlib.sha256("\n".join(game.game_id for game in games).encode()).hexdigest()
+    progress = Progress(0, 0, 0, digest, everything, package_versions())
+    if settings.resume:
+        progress = read_checkpoint(checkpoint) if checkpoint else replace(progress, settings=read_run_settings(folder))
+        check_resumable(progress, everything, digest)
+    await check_first_prompts(chat, pool, games[: settings.games_per_batch], play)
+    if not settings.resume:
+        make_run_dir(folder, everything)
+    log = stack.enter_context(
+        RunLog(folder, folder.name, settings.swanlab_project, settings.swanlab_mode, everything, progress.metrics_bytes)
+    )
+    if checkpoint:
+        _point_to(checkpoint)
+    dtype = engine_dtype(play)
+    way = resolve_sync(settings.weight_sync, dtype, settings.lora_rank)
+    print(f"Run: {folder}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
+    play, sampler, card = await start_engine(settings, play, chat, way)
+    stack.callback(sampler.close)
+    policy = await start_policy(settings, play, card, checkpoint)
+    sync = WeightSync(policy, sampler, way, dtype, folder / "sampler-weights")
+    stack.callback(sync.close)
+    probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
+    if way == "adapter":
+        gap = await rehearse_adapter(policy, sampler, sync, card, probe)
+        print(f"A random adapter reached the engine: {gap:.1%} of its effect is missing or noise", flush=True)
+    if progress.update:
+        print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
+    if progress.weights_version:
+        await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
+    await prove_agreement(policy, sampler, card, probe, settings.max_mismatch_kl)
+    # Whatever checkpoints of later updates there are, the run stands where it goes on from.
+    return Run(settings, play, everything, folder, games, chat, pool, log, sampler, card, policy, sync, progress,
+               saved=progress.update, ended=time.monotonic())  # fmt: skip
+
+
+def check_run(settings: TrainSettings, play: RolloutSettings) -> list[Game]:
+    """Refuse what cannot be trained here; returns the split's games in the run's order."""
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)
     require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
     games = shuffle_games(find_games(settings.data_root, settings.train_split), play.seed)
@@ -2080,157 +2037,53 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
         check_delta_rule(torch_chunk_gated_delta_rule, inspect.unwrap(torch_chunk_gated_delta_rule), "cuda")
-    chat = load_chat_tokens(play.base_model)
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(WorldPool(worlds))
-        games = (await playable_games(pool, games))[: settings.max_train_games or None]
-        require(
-            settings.games_per_batch <= len(games), "games_per_batch", settings.games_per_batch,
-            f"at most the number of training games, {len(games)}: a game twice in one update would repeat its seeds",
-        )  # fmt: skip
-        digest = hashlib.sha256("\n".join(game.game_id for game in games).encode()).hexdigest()
-        progress = Progress(0, 0, 0, digest, everything, package_versions())
-        if settings.resume:
-            progress = read_checkpoint(checkpoint) if checkpoint else replace(progress, settings=read_run_settings(run_dir))
-            check_resumable(progress, everything, digest)
-        await check_first_prompts(chat, pool, games[: settings.games_per_batch], play)
-        if not settings.resume:
-            make_run_dir(run_dir, everything)
-        log = stack.enter_context(
-            RunLog(run_dir, run_dir.name, settings.swanlab_project, settings.swanlab_mode, everything, progress.metrics_bytes)
-        )
-        if checkpoint:
-            _point_to(checkpoint)
-        saved = progress.update  # whatever checkpoints of later updates there are
-        dtype = engine_dtype(play)
-        way = resolve_sync(settings.weight_sync, dtype, settings.lora_rank)
-        print(f"Run: {run_dir}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)
-        layout, engine_options = "together", {}
-        if torch.cuda.is_available():
-            plan = plan_run(settings, play)
-            if not play.engine_memory_share:
-                if not plan.fits:
-                    raise SettingsError(f"the run does not fit on this GPU.\n{render_plan(plan)}")
-                play = replace(play, engine_memory_share=plan.engine_memory_share)
-            layout, engine_options = plan.layout, {"enable_sleep_mode": plan.layout != "together"}
-            print(f"Memory (--plan shows it): {LAYOUTS[layout]}; engine's share {play.engine_memory_share}", flush=True)
-        print("Starting the engine, which takes about a minute", flush=True)
-        engine_rank = settings.lora_rank if way == "adapter" else 0
-        sampler = await Sampler.start(play, chat.stop_token_ids, engine_rank, **engine_options)
-        stack.callback(sampler.close)
-        card = SharedCard(layout, sampler)
-        await card.to_trainer()
-        make_all()
-        policy = await uninterrupted(asyncio.to_thread(make_policy, settings, play))
-        await card.to_engine(policy)
-        sync = WeightSync(policy, sampler, way, dtype, run_dir / "sampler-weights")
-        stack.callback(sync.close)
-        probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
-        if way == "adapter":
-            gap = await rehearse_adapter(policy, sampler, sync, card, probe)
-            print(f"A random adapter reached the engine: {gap:.1%} of its effect is missing or noise", flush=True)
-        if checkpoint or settings.shard_trainers:
-            await card.to_trainer()
-            if checkpoint:
-                load_checkpoint(policy, checkpoint)
-                same_everywhere(policy)
-                print(f"Going on after update {progress.update} from {checkpoint}", flush=True)
-            if settings.shard_trainers:
-                await uninterrupted(asyncio.to_thread(split_all, policy))
-            await card.to_engine(policy)
-        if progress.weights_version:
-            await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
-        scores = await sampler.score(probe)
-        await card.to_trainer()
-        agreement = parity(policy.score(probe), scores)
-        await card.to_engine(policy)
-        print(f"Trainer and engine agree to {agreement['mismatch/mean']:.1e} nats a token (largest "
-              f"{agreement['mismatch/max']:.1e}) over {len(probe) - 1} tokens", flush=True)  # fmt: skip
-        check_mismatch(agreement, settings.max_mismatch_kl)
+    return games
 
-        def batch(update: int) -> list[Game]:
-            return batch_of_games(games, update, settings.games_per_batch)
 
-        def save() -> None:
-            nonlocal saved
-            folder = save_checkpoint(run_dir, policy, progress, settings.keep_checkpoints)
-            saved = progress.update
-            tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
+async def start_engine(
+    settings: TrainSettings, play: RolloutSettings, chat: ChatTokens, way: str
+) -> tuple[RolloutSettings, Sampler, SharedCard]:
+    """The engine, beside the trainer on its card as the plan says; and the settings with the engine's share."""
+    layout, options = "together", {}
+    if torch.cuda.is_available():
+        plan = plan_run(settings, play)
+        if not play.engine_memory_share:
+            if not plan.fits:
+                raise SettingsError(f"the run does not fit on this GPU.\n{render_plan(plan)}")
+            play = replace(play, engine_memory_share=plan.engine_memory_share)
+        layout, options = plan.layout, {"enable_sleep_mode": plan.layout != "together"}
+        print(f"Memory (--plan shows it): {LAYOUTS[layout]}; engine's share {play.engine_memory_share}", flush=True)
+    print("Starting the engine, which takes about a minute", flush=True)
+    sampler = await Sampler.start(play, chat.stop_token_ids, settings.lora_rank if way == "adapter" else 0, **options)
+    return play, sampler, SharedCard(layout, sampler)
 
-        async def roll(update: int) -> tuple[list[list[Trajectory]], dict[str, float]]:
-            """An update's trajectories, and what sampling them took."""
-            started, counted, faults = time.monotonic(), sampler.counts, pool.faults
-            if update + 1 < settings.max_steps:
-                pool.prefetch(game.path for game in batch(update + 1))
-            with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
-                groups = await gather_or_cancel(
-                    play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
-                    for game in batch(update)
-                )
-            counts = sampler.counts.since(counted)
-            return groups, {
-                "rollout/env_faults": pool.faults - faults,
-                "rollout/preempted": counts.preempted,
-                "tokens/prompt_read": counts.prompt,
-                "tokens/prompt_computed": counts.computed,
-                "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
-                "tokens/sampled": counts.sampled,
-                "time/rollout": time.monotonic() - started,
-            }
 
-        async def learn(update: int, groups: list[list[Trajectory]], metrics: dict[str, float], ahead: asyncio.Task | None) -> None:
-            """Everything after a rollout, up to where the run could be resumed."""
-            nonlocal progress, ended
-            version, played = progress.weights_version, time.monotonic()
-            write_records(run_dir / "rollouts" / f"update-{update + 1:04d}.jsonl", sum(groups, []))
-            advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
-            await card.to_trainer()
-            trained, probe = await asyncio.to_thread(train_on, policy, groups, advantages, settings)
-            metrics |= rollout_metrics(groups, advantages) | {"tokens/trained": 0} | trained
-            metrics["time/train"] = time.monotonic() - played
-            if ahead:
-                await asyncio.wait([ahead])  # its trajectories keep the weights they began with
-            stepped = time.monotonic()
-            try:
-                await card.to_engine(policy)
-                if probe is not None:
-                    version = update + 1
-                    await sync.push(version, probe)
-            except FloatingPointError:
-                policy.whole = False
-                raise
-            finally:  # the step is taken, whatever becomes of the engine
-                metrics |= {"time/sync": time.monotonic() - stepped, "time/update": time.monotonic() - ended}
-                ended = time.monotonic()
-                log.log(metrics, update + 1)
-                progress = replace(progress, update=update + 1, weights_version=version, metrics_bytes=log.bytes_written,
-                                   settings=everything, versions=package_versions())  # fmt: skip
-            tqdm.write(update_line(update + 1, settings.max_steps, metrics))
-            if update + 1 == settings.max_steps or settings.save_every and (update + 1) % settings.save_every == 0:
-                await asyncio.to_thread(save)
+async def start_policy(
+    settings: TrainSettings, play: RolloutSettings, card: SharedCard, checkpoint: Path | None
+) -> Policy:
+    """The policy where the run stands, in all trainer processes at once."""
+    await card.to_trainer()
+    share(checkpoint)
 
-        ahead: asyncio.Task | None = None
-        ended = time.monotonic()
-        try:
-            for update in trange(progress.update, settings.max_steps, desc="updates", unit="update"):
-                groups, metrics = await (ahead or roll(update))
-                ahead = None
-                if settings.max_staleness and update + 1 < settings.max_steps:
-                    ahead = asyncio.ensure_future(roll(update + 1))
-                await uninterrupted(learn(update, groups, metrics, ahead), ahead)
-            lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            print(closing_lines([json.loads(line) for line in lines]), flush=True)
-        except BaseException:
-            if ahead:
-                ahead.cancel()
-                await asyncio.wait([ahead])
-            if progress.update != saved and policy.whole:
-                try:
-                    save()
-                except (OSError, SafetensorError) as second:  # the disk, most likely, which the first error is about too
-                    print(f"update {progress.update} could not be saved: {first_line(second)}", flush=True)
-            print(f"To go on: uv run python train.py --resume {run_dir}", flush=True)
-            raise
+    def make() -> Policy:
+        policy = make_policy(settings, play)
+        begin(policy, checkpoint)
+        return policy
+
+    policy = await uninterrupted(asyncio.to_thread(make))
+    await card.to_engine(policy)
+    return policy
+
+
+async def prove_agreement(policy: Policy, sampler: Sampler, card: SharedCard, probe: list[int], bound: float) -> None:
+    """Compare the trainer's scores of a text with the engine's; MismatchTooLarge if they are not near."""
+    scores = await sampler.score(probe)
+    await card.to_trainer()
+    agreement = parity(policy.score(share(probe)), scores)
+    await card.to_engine(policy)
+    print(f"Trainer and engine agree to {agreement['mismatch/mean']:.1e} nats a token (largest "
+          f"{agreement['mismatch/max']:.1e}) over {len(probe) - 1} tokens", flush=True)  # fmt: skip
+    check_mismatch(agreement, bound)
 
 
 def closing_lines(lines: Sequence[dict]) -> str:

@@ -33,11 +33,12 @@ from transformers import AutoConfig, Qwen3_5Config, Qwen3_5ForConditionalGenerat
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.utils import logging
 
+from advantages import make_datum, ppo_clip_loss
 from rollout import RolloutSettings, Sampler
 from train import (
-    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, SharedCard, WeightSync, count_weights, has_fused_delta_rule, make_datum,
-    mean_gap, plan_memory, ppo_clip_loss, trainer_memory,
-)
+    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, SharedCard, WeightSync, count_weights, has_fused_delta_rule,
+    mean_gap, plan_memory, trainer_memory,
+)  # fmt: skip
 
 CLIP = (0.8, 1.2)
 VERSION = 1  # of the weights that go to the engine

@@ -17,22 +17,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import train
+from advantages import make_datum
 from environment import EnvironmentSettings
 from rollout import RolloutSettings, SettingsError, build_settings, explain
 from train import (
-    CheckpointError,
-    Policy,
-    Progress,
-    TrainSettings,
-    check_resumable,
-    find_run,
-    load_checkpoint,
-    make_datum,
-    make_run_dir,
-    read_checkpoint,
-    resumed_settings,
-    save_checkpoint,
-)
+    CheckpointError, Policy, Progress, TrainSettings, begin, check_resumable, find_run, make_run_dir,
+    read_checkpoint, resumed_settings, save_checkpoint,
+)  # fmt: skip
 
 EVERYTHING = asdict(TrainSettings()) | asdict(RolloutSettings()) | asdict(EnvironmentSettings())
 PROGRESS = Progress(0, 0, 0, "games", EVERYTHING, {"torch": "1"})
@@ -97,7 +88,7 @@ def test_a_loaded_policy_goes_on_to_the_bit(run_dir, make, rank):
     assert read_checkpoint(folder) == before
     other = make(rank)
     assert not other.differs_from_base()
-    load_checkpoint(other, folder)
+    begin(other, folder)
     assert other.differs_from_base()
     for ours, theirs in zip(tensors(policy), tensors(other), strict=True):
         assert torch.equal(ours, theirs)
@@ -258,10 +249,10 @@ def test_nothing_in_a_checkpoint_is_run(saved, make, tmp_path):
         seal(folder)
         read_checkpoint(folder)
         with pytest.raises(CheckpointError, match="optimizer.safetensors is no state of this run's optimizer"):
-            load_checkpoint(make(), folder)
+            begin(make(), folder)
     torch.save(Evil(tmp_path / "ran"), folder / "state" / "optimizer.safetensors")
     with pytest.raises(CheckpointError, match="optimizer.safetensors is no state of this run's optimizer"):
-        load_checkpoint(make(), folder)
+        begin(make(), folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -271,7 +262,7 @@ def test_an_adam_state_of_other_weights_is_refused(saved, make, run_dir):
     folder = save_checkpoint(run_dir, other, replace(PROGRESS, update=9), keep=0)
     shutil.copy(folder / "state" / train.ADAM, saved[0] / "update-0003" / "state" / train.ADAM)
     with pytest.raises(CheckpointError, match="moments of another shape than weight 0"):
-        load_checkpoint(make(4), saved[0] / "update-0003")
+        begin(make(4), saved[0] / "update-0003")
 
 
 def test_checksums_cannot_point_outside(saved, tmp_path):
@@ -343,7 +334,7 @@ def test_a_thousand_spoilt_checkpoints_give_one_clear_error_or_the_right_result(
                 types.SimpleNamespace(), resumed_settings(args), TrainSettings, RolloutSettings, EnvironmentSettings
             )
             if number % 4 == 1:
-                load_checkpoint(policy, folder)
+                begin(policy, folder)
             assert len(settings) == 3
             accepted += 1
         except (CheckpointError, SettingsError, ValueError) as error:

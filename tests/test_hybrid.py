@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from advantages import make_datum
 from rollout import RolloutSettings, Sampler, SettingsError, check_model, engine_dtype, is_hybrid, load_chat_tokens
-from train import (
-    Policy, SavedAdapter, SharedCard, WeightsDidNotArrive, WeightSync, make_datum, rehearse_adapter, resolve_sync,
-)
+from train import Policy, SavedAdapter, SharedCard, WeightsDidNotArrive, WeightSync, rehearse_adapter, resolve_sync
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from gpu_check import LiveBytes, plain_loss, standing_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
+from advantages import make_datum, token_logprobs
 from train import (
-    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, cache_of_trajectory, cache_shape, count_weights, make_datum,
-    plan_memory, render_plan, token_logprobs, trainer_memory,
-)
+    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, cache_of_trajectory, cache_shape, count_weights, plan_memory,
+    render_plan, trainer_memory,
+)  # fmt: skip
 
 SHAPE = {
     "vocab_size": 6_000, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -109,7 +110,7 @@ with process_of_several(), joined_trainers() as rank:
     measured = []
     for base, dtype, tokens in json.loads(sys.argv[1]):
         policy = ShardedPolicy(base, head_chunk=64, device="cpu", dtype=getattr(torch, dtype))
-        policy.split({})
+        policy.split()
         measured.append(counted(policy, datum_of(tokens, tokens // 2), PartBytes))
     if rank == 0:
         print(json.dumps(measured))

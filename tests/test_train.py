@@ -7,22 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from advantages import group_advantages
+from advantages import group_advantages, make_datum, rollout_metrics, training_data
 from rollout import RolloutSettings, Sampler, SettingsError, gather_or_cancel, play_group
 from train import (
-    MismatchTooLarge,
-    Policy,
-    SharedCard,
-    TrainSettings,
-    WeightsDidNotArrive,
-    WeightSync,
-    closing_lines,
-    make_datum,
-    make_run_dir,
-    resolve_sync,
-    rollout_metrics,
-    train_on,
-)
+    PROBE_TOKENS, Batch, MismatchTooLarge, Policy, SharedCard, TrainSettings, WeightsDidNotArrive, WeightSync,
+    closing_lines, learn, make_run_dir, resolve_sync,
+)  # fmt: skip
 
 # --- settings -------------------------------------------------------------------------------------------------------
 
@@ -108,6 +98,12 @@ def difference_from_engine(policy, groups):
     return torch.cat(gaps)
 
 
+def learn_from(policy, groups, advantages):
+    """Metrics of one update, and a text to probe the engine with."""
+    data = training_data(groups, advantages)
+    return learn(policy, Batch(data), TrainSettings()), data[0].tokens_T[:PROBE_TOKENS].tolist()
+
+
 def test_trainer_and_engine_agree_before_and_after_two_updates(
     run, policy, sync, sampler, chat, pool, play_settings, starter_games
 ):
@@ -118,7 +114,7 @@ def test_trainer_and_engine_agree_before_and_after_two_updates(
     assert difference_from_engine(policy, groups).mean() < 1e-4
     first = groups
     for update in (1, 2):
-        metrics, probe = train_on(policy, groups, advantages, TrainSettings())
+        metrics, probe = learn_from(policy, groups, advantages)
         assert metrics["mismatch/mean"] < 1e-4 and metrics["train/clip_fraction"] == 0
         run(sync.push(update, probe=probe))
         groups, advantages = roll(run, sampler, chat, pool, starter_games[:2], update, play_settings)
@@ -163,7 +159,7 @@ def test_two_engines_play_as_one_and_both_get_the_weights(run, warm_model, chat,
     try:
         sync = WeightSync(policy, both, "merged", "float32")
         groups, advantages = roll(run, both, chat, pool, starter_games[:4], 0, play_settings)
-        _, probe = train_on(policy, groups, advantages, TrainSettings())
+        _, probe = learn_from(policy, groups, advantages)
         run(sync.push(1, probe=probe))  # raises unless the scores of both change
         expected = policy.score(probe)
         for rank in (0, 1):
@@ -257,10 +253,10 @@ def test_batch_sampled_with_other_weights_is_not_trained_on(
                 parameter.normal_(std=0.2)
     moved = [parameter.detach().clone() for parameter in policy.parameters]
     with pytest.raises(MismatchTooLarge, match="above --max-mismatch-kl 0.03.*no step was taken"):
-        train_on(policy, groups, [[1.0, -1.0, 0.5, -0.5]], TrainSettings())
+        learn_from(policy, groups, [[1.0, -1.0, 0.5, -0.5]])
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, moved, strict=True))
     with pytest.raises(MismatchTooLarge):  # also where nothing would be trained
-        train_on(policy, groups, [[0.0] * 4], TrainSettings())
+        learn_from(policy, groups, [[0.0] * 4])
 
 
 def test_update_without_advantage_is_skipped_and_leaves_the_weights_alone(
@@ -268,11 +264,11 @@ def test_update_without_advantage_is_skipped_and_leaves_the_weights_alone(
 ):
     groups, _ = roll(run, sampler, chat, pool, starter_games[:1], 0, play_settings)
     before = [parameter.detach().clone() for parameter in policy.parameters]
-    metrics, probe = train_on(policy, groups, [[0.0] * 4], TrainSettings())
-    assert probe is None and set(metrics) == {"mismatch/mean", "mismatch/max", "mismatch/k1", "mismatch/k3"}
+    metrics, _ = learn_from(policy, groups, [[0.0] * 4])
+    assert set(metrics) == {"mismatch/mean", "mismatch/max", "mismatch/k1", "mismatch/k3"}
     assert metrics["mismatch/mean"] < 1e-4  # measured all the same
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, before, strict=True))
-    metrics, _ = train_on(policy, groups, [[0.0, 1.0, 0.0, -1.0]], TrainSettings())
+    metrics, _ = learn_from(policy, groups, [[0.0, 1.0, 0.0, -1.0]])
     assert metrics["tokens/trained"] == groups[0][1].sampled_tokens + groups[0][3].sampled_tokens
 
 

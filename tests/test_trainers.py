@@ -14,71 +14,52 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from train import deal, make_datum
+from advantages import make_datum
+from train import deal
 
 SCRIPT = """
 import json, sys, torch, train
 from pathlib import Path
 base, *cases = sys.argv[1:]
-cases = [json.loads(case) for case in cases]
 
-def keep():
-    if kind != "sharded":
-        torch.save([p.detach() for p in policy.parameters], f"{out}/weights-{rank}.pt")
-        torch.save([v for s in policy.optimizer.state.values() for v in s.values()], f"{out}/adam-{rank}.pt")
-
-def make():
-    # every process takes the next case here: those that follow are told only to make a policy
-    global policy, kind, out, spoilt, resume
-    if policy:
-        keep()
-    kind, out, spoilt, resume = cases.pop(0)
-    settings = {"learning_rate": 1e-2, "device": "cpu", "seed": 3 + rank}  # the seed that counts is process 0's
-    if kind == "sharded":
-        policy = train.ShardedPolicy(base, **settings)
-        if rank and spoilt == "memory":
-            policy._decoder.layers[1].register_forward_pre_hook(lambda *_: torch.empty(2**46))
-    else:
-        policy = train.Policy(base, lora_rank=4 if kind == "adapter" else 0, **settings)
-    return policy
-
-def play():
-    train.make_all()
-    make()
-    data = torch.load(f"{out}/data.pt", weights_only=False)
-    if resume:
-        train.load_checkpoint(policy, Path(resume))
-    train.same_everywhere(policy)
-    if kind == "sharded":
-        train.split_all(policy)
+def play(rank, kind, out, spoilt, resume):
+    # Only process 0 has the data: the others get them as the batches of a run.
+    settings = train.TrainSettings(learning_rate=1e-2, max_mismatch_kl=1e9)
+    checkpoint = train.share(resume and Path(resume))
+    policy = {"sharded": train.ShardedPolicy}.get(kind, train.Policy)(
+        base, learning_rate=1e-2, device="cpu", **{} if kind == "sharded" else {"lora_rank": 4 if kind == "adapter" else 0}
+    )
+    if rank and spoilt == "memory":
+        policy._decoder.layers[1].register_forward_pre_hook(lambda *_: torch.empty(2**46))
+    train.begin(policy, checkpoint)
+    if spoilt == "gradient":
+        step = policy.step
+        def step_from_nowhere(norm):
+            getattr(policy.parameters[0].grad, "_local_tensor", policy.parameters[0].grad).fill_(torch.nan)
+            return step(norm)
+        policy.step = step_from_nowhere
+    data = torch.load(f"{out}/data.pt", weights_only=False) if rank == 0 else []
     metrics = []
     try:
         for number in (5, 5, 1):  # in the last update one process has nothing to do
-            tokens = train.accumulate_all(policy, data[:number], (0.8, 1.2))
-            metrics.append(train.update_metrics(*torch.cat(tokens, dim=1), 0.8, 1.2))
-            if spoilt == "gradient":
-                getattr(policy.parameters[0].grad, "_local_tensor", policy.parameters[0].grad).fill_(torch.nan)
-            if kind != "sharded":
-                metrics[-1]["grad"] = [p.grad.flatten()[:5].tolist() for p in policy.parameters]
-            metrics[-1]["norm"] = train.step_all(policy, 1.0)
-        metrics.append({"score": policy.score(data[0].tokens_T.tolist())})
+            metrics.append(train.learn(policy, train.share(train.Batch(data[:number])), settings))
+        metrics.append({"score": policy.score(train.share(data and data[0].tokens_T.tolist()))})
         result = json.dumps(metrics)
     except FloatingPointError as error:
         result = f"failed: {error}"
-    Path(out, "result.txt").write_text(result)
-    if kind != "adapter":
-        Path(out, "checkpoints").mkdir()
-        train.save_checkpoint(Path(out), policy, train.Progress(3, 3, 0, "", {}, {}), keep=0)
+    train.learn(policy, train.share(train.Batch([], save=True)), settings)
+    if kind != "sharded":
+        torch.save([p.detach() for p in policy.parameters], f"{out}/weights-{rank}.pt")
+        torch.save([v for s in policy.optimizer.state.values() for v in s.values()], f"{out}/adam-{rank}.pt")
+    if rank == 0:
+        Path(out, "result.txt").write_text(result)
+        if kind != "adapter":
+            Path(out, "checkpoints").mkdir()
+            train.save_checkpoint(Path(out), policy, train.Progress(3, 3, 0, "", {}, {}), keep=0)
 
-policy = None
-with train.process_of_several():
-    with train.joined_trainers() as rank:
-        if rank:
-            train.follow(make)
-        else:
-            while cases:
-                play()
-    keep()
+with train.process_of_several(), train.joined_trainers() as rank:
+    for case in cases:
+        play(rank, *json.loads(case))
 """
 
 
@@ -159,8 +140,8 @@ def check_metrics(alone, shared):
     results = [json.loads((out / "result.txt").read_text()) for out in (alone, shared)]
     for one, two in zip(*results, strict=True):
         assert one.get("tokens/trained") == two.get("tokens/trained")
-        assert one.keys() - two.keys() <= {"grad"}  # of parts it is not whole
-        for name in one.keys() & two.keys():
+        assert one.keys() == two.keys()
+        for name in one:
             torch.testing.assert_close(torch.tensor(two[name]), torch.tensor(one[name]), rtol=1e-4, atol=1e-6)
 
 

@@ -19,10 +19,9 @@ from transformers import (
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from advantages import make_datum, mismatch_metrics, ppo_clip_loss, token_logprobs, update_metrics
 from rollout import SettingsError
-from train import (
-    Policy, check_delta_rule, make_datum, mismatch_metrics, ppo_clip_loss, token_logprobs, update_metrics,
-)
+from train import Policy, check_delta_rule
 
 VOCABULARY = 64
 SHAPE = {
