@@ -9,16 +9,52 @@ group's mean, so they sum to zero and a group whose rewards are all equal teache
 Shown by: `uv run --extra cpu pytest tests/test_advantages.py tests/test_update.py`
 """
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from protocol import PrefixViolation, check_prefix_extension
-from rollout import Trajectory
+from rollout import Trajectory, flag, require
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+LOSS_SUMS = ("trajectory-tokens", "token-mean", "turn-mean")
+
+
+@dataclass(frozen=True)
+class SignalSettings:
+    """What an update learns from: credit and loss; the defaults are the recipe."""
+
+    ppo_clip_low: float = flag(0.8, "lower clip threshold of the ratio")
+    ppo_clip_high: float = flag(1.2, "upper clip threshold of the ratio")
+    loss_sum: str = flag(
+        "trajectory-tokens", "how the loss adds up: trajectory-tokens (every sampled token counts 1), token-mean (their mean "
+        "over the update) or turn-mean (every turn counts the same, however wordy)",
+    )  # fmt: skip
+    kl_coefficient: float = flag(0.0, "weight of KL(policy || base) in the loss, to stay near the base; needs a LoRA")
+    entropy_coefficient: float = flag(0.0, "weight of the entropy in the loss, to keep exploring")
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.ppo_clip_low < 1 < self.ppo_clip_high,
+            "ppo_clip_low", f"{self.ppo_clip_low} (with --ppo-clip-high {self.ppo_clip_high})", "below 1, and --ppo-clip-high above 1",
+        )  # fmt: skip
+        require(self.loss_sum in LOSS_SUMS, "loss_sum", self.loss_sum, " or ".join(LOSS_SUMS))
+        for name in ("kl_coefficient", "entropy_coefficient"):
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "0 or more")
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether trajectories without advantage have a gradient too."""
+        return bool(self.kl_coefficient or self.entropy_coefficient)
+
 
 # --- credit -------------------------------------------------------------------------------------------------------
 
@@ -39,11 +75,21 @@ def group_advantages(rewards_K: Sequence[float]) -> list[float]:
     return [reward - mean if abs(reward - mean) > 1e-9 else 0.0 for reward in rewards_K]
 
 
-def rollout_metrics(groups: list[list[Trajectory]], advantages: list[list[float]]) -> dict[str, float]:
+def credit(group: list[Trajectory]) -> list[list[float]]:
+    """One advantage a turn, by trajectory of a group."""
+    advantages_K = group_advantages([trajectory.reward for trajectory in group])
+    return [[advantage] * len(trajectory.turns) for trajectory, advantage in zip(group, advantages_K)]
+
+
+def rollout_metrics(groups: list[list[Trajectory]], advantages: list[list[list[float]]]) -> dict[str, float]:
     """What an update's trajectories say, before any training: `reward/`, `rollout/` and `advantage/`."""
     trajectories = [trajectory for group in groups for trajectory in group]
     n, turns = len(trajectories), max(1, sum(len(t.turns) for t in trajectories))
-    flat = [advantage for group in advantages for advantage in group]
+    # of a trajectory: its turns' mean, which of equal numbers is any of them
+    flat = [
+        by_turn[0] if len(set(by_turn)) == 1 else statistics.fmean(by_turn or [0.0])
+        for group in advantages for by_turn in group
+    ]  # fmt: skip
     rewards = [t.reward for t in trajectories]
     return {
         "reward/mean": statistics.fmean(rewards),
@@ -60,8 +106,8 @@ def rollout_metrics(groups: list[list[Trajectory]], advantages: list[list[float]
         "advantage/mean_abs": statistics.fmean(map(abs, flat)),
         "advantage/max": max(flat),
         "advantage/min": min(flat),
-        "advantage/equal_groups": sum(not any(group) for group in advantages) / len(groups),
-        "advantage/trained_trajectories": sum(map(bool, flat)),
+        "advantage/equal_groups": sum(not any(map(any, group)) for group in advantages) / len(groups),
+        "advantage/trained_trajectories": sum(any(by_turn) for group in advantages for by_turn in group),
     }
 
 
@@ -82,22 +128,27 @@ class TrainingDatum:
     mask_T: torch.Tensor  # bool
     old_logprobs_T: torch.Tensor  # float32
     advantages_T: torch.Tensor  # float32
+    weights_T: torch.Tensor  # float32, in the loss's sum over tokens
 
 
-def make_datum(tokens: Sequence[int], spans: Sequence[tuple[int, int]], logprobs: Sequence[Sequence[float]],
-               advantage: float, name: str = "trajectory") -> TrainingDatum:
+def make_datum(
+    tokens: Sequence[int], spans: Sequence[tuple[int, int]], logprobs: Sequence[Sequence[float]],
+    advantages: Sequence[float], weights: Sequence[float] | None = None, name: str = "trajectory",
+) -> TrainingDatum:  # fmt: skip
     """Build the training sequence of a trajectory; `name` says in errors which one it is.
 
     tokens: every token once (prompt, completions, observations). spans: [start, end) of each completion in `tokens`,
-    in order. logprobs: the sampler's log-probabilities, a list a span. Tokens after the last completion predict
-    nothing that was sampled and are cut off.
-    Raises ValueError for spans that are out of order, outside the tokens or at position 0, for log-probabilities
-    that do not match the spans in number or are not finite, and where nothing was sampled.
+    in order. logprobs: the sampler's log-probabilities, a list a span. advantages, weights: one a span, which each of
+    its tokens gets; None weighs all tokens 1. Tokens after the last completion predict nothing that was sampled and are
+    cut off. Raises ValueError for spans that are out of order, outside the tokens or at position 0, for lists that do
+    not match the spans in number or are not finite, and where nothing was sampled.
     """
+    weights = [1.0] * len(spans) if weights is None else weights
     if len(spans) != len(logprobs):
         raise ValueError(f"{name}: {len(spans)} completions but {len(logprobs)} lists of log-probabilities")
-    if not math.isfinite(advantage):
-        raise ValueError(f"{name}: advantage is {advantage}")
+    for what, values in (("advantages", advantages), ("weights", weights)):
+        if len(values) != len(spans) or not all(map(math.isfinite, values)):
+            raise ValueError(f"{name}: {what} {list(values)} for {len(spans)} completions")
     try:
         check_prefix_extension(len(tokens), [start for start, _ in spans], spans)
     except PrefixViolation as error:
@@ -117,24 +168,38 @@ def make_datum(tokens: Sequence[int], spans: Sequence[tuple[int, int]], logprobs
     positions_A = torch.tensor(sampled) - 1
     mask_T = torch.zeros(len(tokens_T) - 1, dtype=torch.bool)
     mask_T[positions_A] = True
-    old_logprobs_T = torch.zeros(len(tokens_T) - 1)
+    lengths_N = torch.tensor([end - start for start, end in spans])
+    old_logprobs_T, advantages_T, weights_T = torch.zeros(3, len(tokens_T) - 1)
     old_logprobs_T[positions_A] = torch.tensor([logprob for span in logprobs for logprob in span])
-    return TrainingDatum(name, tokens_T[:-1], tokens_T[1:], mask_T, old_logprobs_T, mask_T.float() * advantage)
+    advantages_T[positions_A] = torch.tensor(advantages, dtype=torch.float32).repeat_interleave(lengths_N)
+    weights_T[positions_A] = torch.tensor(weights, dtype=torch.float32).repeat_interleave(lengths_N)
+    return TrainingDatum(name, tokens_T[:-1], tokens_T[1:], mask_T, old_logprobs_T, advantages_T, weights_T)
 
 
-def datum_of(trajectory: Trajectory, advantage: float) -> TrainingDatum:
-    name = f"{trajectory.game.game_id} branch {trajectory.branch}"
-    return make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, advantage, name)
+def training_data(
+    groups: list[list[Trajectory]], advantages: list[list[list[float]]], settings: SignalSettings
+) -> list[TrainingDatum]:
+    """The data of an update, from one advantage a turn, by group and trajectory.
 
-
-def training_data(groups: list[list[Trajectory]], advantages: list[list[float]]) -> list[TrainingDatum]:
-    """The data of an update; trajectories without advantage have no gradient and are left out.
-
-    If none is left, one without advantage, on which trainer and engine can be compared; empty if nothing was sampled.
+    Trajectories without any have no gradient and are left out, unless the loss has other terms. If none is left, one
+    without advantage, on which trainer and engine can be compared; empty if nothing was sampled.
     """
     played = [pair for pair in zip(sum(groups, []), sum(advantages, []), strict=True) if pair[0].turns]
-    trained = [pair for pair in played if pair[1]] or played[:1]
-    return [datum_of(trajectory, advantage) for trajectory, advantage in trained]
+    trained = [pair for pair in played if settings.has_other_terms or any(pair[1])] or played[:1]
+    turns = [turn for trajectory, _ in played for turn in trajectory.turns]
+    tokens = sum(len(turn.logprobs) for turn in turns)
+    weigh = {
+        "trajectory-tokens": lambda turn: 1.0,
+        "token-mean": lambda turn: 1 / tokens,
+        "turn-mean": lambda turn: 1 / (len(turns) * len(turn.logprobs)),
+    }[settings.loss_sum]
+    return [
+        make_datum(
+            trajectory.tokens, trajectory.spans, trajectory.logprobs, by_turn, [weigh(turn) for turn in trajectory.turns],
+            f"{trajectory.game.game_id} branch {trajectory.branch}",
+        )
+        for trajectory, by_turn in trained
+    ]  # fmt: skip
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
@@ -148,25 +213,32 @@ class _HeadLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_CD, weight_VD, bias_V, targets_C, temperature):
+    def forward(ctx, hidden_CD, weight_VD, bias_V, targets_C, temperature, entropy_counts):
         ctx.save_for_backward(hidden_CD, weight_VD, bias_V, targets_C)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.entropy_counts = temperature, entropy_counts
         logprobs_CV = _HeadLogprobs.log_softmax(hidden_CD, weight_VD, bias_V, temperature)
         logprobs_C = logprobs_CV.gather(1, targets_C[:, None])[:, 0]
         entropies_C = logprobs_CV.exp().mul_(logprobs_CV).sum(-1).neg_()
-        ctx.mark_non_differentiable(entropies_C)
+        if not entropy_counts:
+            ctx.mark_non_differentiable(entropies_C)
         return logprobs_C, entropies_C
 
     @staticmethod
-    def backward(ctx, grad_C, _):
+    def backward(ctx, grad_C, entropy_grad_C):
         hidden_CD, weight_VD, bias_V, targets_C = ctx.saved_tensors
-        probs_CV = _HeadLogprobs.log_softmax(hidden_CD, weight_VD, bias_V, ctx.temperature).exp_()
+        logprobs_CV = _HeadLogprobs.log_softmax(hidden_CD, weight_VD, bias_V, ctx.temperature)
         # d logprob[target] / d logits = (onehot(target) - softmax) / temperature
-        grad_CV = probs_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], grad_C[:, None])
+        if ctx.entropy_counts:  # d entropy / d logits = -softmax (log softmax + entropy) / temperature
+            probs_CV = logprobs_CV.exp()
+            entropies_C1 = -(probs_CV * logprobs_CV).sum(-1, keepdim=True)
+            grad_CV = probs_CV.mul_(logprobs_CV.add_(entropies_C1).mul_(-entropy_grad_C[:, None]).sub_(grad_C[:, None]))
+        else:
+            grad_CV = logprobs_CV.exp_().mul_(-grad_C[:, None])
+        grad_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
         grad_CV = grad_CV.div_(ctx.temperature).to(weight_VD.dtype)
         grad_weight_VD = grad_CV.T @ hidden_CD if ctx.needs_input_grad[1] else None
         grad_bias_V = grad_CV.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_CV @ weight_VD, grad_weight_VD, grad_bias_V, None, None
+        return grad_CV @ weight_VD, grad_weight_VD, grad_bias_V, None, None, None
 
     @staticmethod
     def log_softmax(hidden_CD, weight_VD, bias_V, temperature):
@@ -174,16 +246,19 @@ class _HeadLogprobs(torch.autograd.Function):
         return logits_CV.sub_(logits_CV.logsumexp(-1, keepdim=True))
 
 
-def token_logprobs(hidden_AD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None,
-                   targets_A: torch.Tensor, temperature: float, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    hidden_AD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, targets_A: torch.Tensor,
+    temperature: float, chunk: int, entropy_counts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Log-probabilities of the targets and entropies of their distributions, float32 [A] each, in nats.
 
     hidden_AD: the decoder's last hidden states at the positions that predict `targets_A`. Logits are divided by the
     sampling temperature and exist for `chunk` rows at a time (2 buffers of chunk * vocab * 4 bytes), in forward and
-    in backward. The log-probabilities are differentiable; the entropies are a metric and are not.
+    in backward. The log-probabilities are differentiable; so are the entropies if `entropy_counts` (one buffer more),
+    else they are a metric.
     """
     parts = [
-        _HeadLogprobs.apply(hidden_CD, weight_VD, bias_V, targets_C, temperature)
+        _HeadLogprobs.apply(hidden_CD, weight_VD, bias_V, targets_C, temperature, entropy_counts)
         for hidden_CD, targets_C in zip(hidden_AD.split(chunk), targets_A.split(chunk))
     ]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
@@ -192,15 +267,33 @@ def token_logprobs(hidden_AD: torch.Tensor, weight_VD: torch.Tensor, bias_V: tor
 # --- loss and metrics ------------------------------------------------------------------------------------------------
 
 
-def ppo_clip_loss(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
-                  clip_low: float, clip_high: float) -> torch.Tensor:
-    """PPO-clip summed over sampled tokens: sum of -min(r A, clip(r, clip_low, clip_high) A), r = exp(new - old).
+class TokenScores(NamedTuple):
+    """What the loss and the metrics want of A sampled tokens, float32 [A] each."""
 
-    All inputs float32 [A]; returns the scalar loss.
-    Source: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7, with two free thresholds.
+    logprobs: torch.Tensor  # under the weights that are trained
+    old_logprobs: torch.Tensor  # the sampler's
+    advantages: torch.Tensor
+    entropies: torch.Tensor  # of the distributions they were drawn from
+    weights: torch.Tensor  # in the sum over tokens
+    base_logprobs: torch.Tensor  # the base model's, where they count; else as `logprobs`
+
+
+def token_losses(scores: TokenScores, settings: SignalSettings) -> torch.Tensor:
+    """The loss of each token, [A]: weight (-min(r A, clip(r) A) + kl_coefficient k3 - entropy_coefficient H).
+
+    r = exp(new - old), clip(r) within [ppo_clip_low, ppo_clip_high]; k3 = exp(base - new) - 1 - (base - new) estimates
+    KL(policy || base). Sources: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7, with two free
+    thresholds; k3 in the loss as in GRPO (Shao et al., "DeepSeekMath", 2024, eq. 4).
     """
-    ratio_A = torch.exp(logprobs_A - old_logprobs_A)
-    return -torch.minimum(ratio_A * advantages_A, ratio_A.clamp(clip_low, clip_high) * advantages_A).sum()
+    ratio_A = torch.exp(scores.logprobs - scores.old_logprobs)
+    clipped_A = ratio_A.clamp(settings.ppo_clip_low, settings.ppo_clip_high)
+    losses_A = -torch.minimum(ratio_A * scores.advantages, clipped_A * scores.advantages)
+    if settings.kl_coefficient:
+        gap_A = scores.base_logprobs - scores.logprobs
+        losses_A = losses_A + settings.kl_coefficient * (gap_A.expm1() - gap_A)
+    if settings.entropy_coefficient:
+        losses_A = losses_A - settings.entropy_coefficient * scores.entropies
+    return scores.weights * losses_A
 
 
 def mismatch_metrics(logprobs_A: torch.Tensor, rollout_logprobs_A: torch.Tensor) -> dict[str, float]:
@@ -220,19 +313,21 @@ def mismatch_metrics(logprobs_A: torch.Tensor, rollout_logprobs_A: torch.Tensor)
     }
 
 
-def update_metrics(logprobs_A: torch.Tensor, old_logprobs_A: torch.Tensor, advantages_A: torch.Tensor,
-                   entropies_A: torch.Tensor, clip_low: float, clip_high: float) -> dict[str, float]:
+def update_metrics(scores: TokenScores, settings: SignalSettings) -> dict[str, float]:
     """Metrics of an update over its A >= 1 trained tokens: the loss is their sum, all else means and maxima.
 
-    A token counts as clipped where the clip decides the minimum, i.e. it has no gradient.
+    A token counts as clipped where the clip decides the minimum, i.e. its advantage gives it no gradient.
     """
-    ratio_A = torch.exp(logprobs_A - old_logprobs_A)
-    clipped_A = ratio_A.clamp(clip_low, clip_high) * advantages_A < ratio_A * advantages_A
-    return {
-        "tokens/trained": len(logprobs_A),
-        "train/loss": ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high).item(),
-        "train/clip_fraction": clipped_A.float().mean().item(),
+    ratio_A = torch.exp(scores.logprobs - scores.old_logprobs)
+    clipped_A = ratio_A.clamp(settings.ppo_clip_low, settings.ppo_clip_high)
+    metrics = {
+        "tokens/trained": len(ratio_A),
+        "train/loss": token_losses(scores, settings).sum().item(),
+        "train/clip_fraction": (clipped_A * scores.advantages < ratio_A * scores.advantages).float().mean().item(),
         "train/ratio_mean": ratio_A.mean().item(),
         "train/ratio_max": ratio_A.max().item(),
-        "train/entropy": entropies_A.mean().item(),
-    } | mismatch_metrics(logprobs_A, old_logprobs_A)
+        "train/entropy": scores.entropies.mean().item(),
+    }
+    if settings.kl_coefficient:
+        metrics["train/kl_base"] = mismatch_metrics(scores.base_logprobs, scores.logprobs)["mismatch/k3"]
+    return metrics | mismatch_metrics(scores.logprobs, scores.old_logprobs)

@@ -16,6 +16,8 @@ folder; see `_facts_of_trials` for when that file is believed.
 
 import argparse
 import errno
+import hashlib
+import itertools
 import json
 import os
 import random
@@ -24,7 +26,7 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +39,7 @@ TASK_TYPES = (
     "pick_two_obj_and_place",
 )
 SPLITS = ("train", "valid_seen", "valid_unseen")
+HELD_OUT = "held_out"  # games of "train" that are played to measure a run, and not trained on
 # Games with a movable receptacle or a sliced object are not part of the text benchmark.
 LEFT_OUT_PATHS = ("movable", "Sliced")
 
@@ -61,7 +64,7 @@ class Game:
 
     path: Path  # absolute, of the game file itself
     game_id: str  # "<task>/<trial>", the same on every machine
-    split: str  # one of SPLITS
+    split: str  # one of SPLITS, or HELD_OUT
     task_type: str  # one of TASK_TYPES
 
 
@@ -118,6 +121,23 @@ def find_games(data_root: str | Path, split: str) -> list[Game]:
             f"download the games with {DOWNLOAD}, or take the starter games: --data-root datasets/starter"
         )
     return games
+
+
+def hold_out(games: Sequence[Game], number: int) -> tuple[list[Game], list[Game]]:
+    """(the games to train on, `number` held-out ones), the latter as of the split "held_out".
+
+    Which ones depends on their ids alone, whatever the seed: in turn from each task type, by the hash of the id. Raises
+    DataError if there are not more games than that.
+    """
+    if number >= len(games):
+        raise DataError(f"--held-out-games is {number}; it must be below the number of training games, {len(games)}")
+    by_type: dict[str, list[Game]] = {}
+    for game in sorted(games, key=lambda game: hashlib.sha256(game.game_id.encode()).digest()):
+        by_type.setdefault(game.task_type, []).append(game)
+    in_turn = [game for round_ in itertools.zip_longest(*(by_type.get(kind, []) for kind in TASK_TYPES)) for game in round_ if game]
+    held = in_turn[:number]
+    left_out = {game.game_id for game in held}
+    return [game for game in games if game.game_id not in left_out], [replace(game, split=HELD_OUT) for game in held]
 
 
 def shuffle_games(games: Sequence[Game], seed: int) -> list[Game]:

@@ -227,14 +227,14 @@ async def stoppable(work: Awaitable) -> None:
         raise Stopped(received[0]) from None
 
 
-async def uninterrupted(work: Awaitable, meanwhile: asyncio.Task | None = None):
+async def uninterrupted(work: Awaitable, meanwhile: Iterable[asyncio.Task] = ()):
     """Await `work` to its end; a cancellation that comes first ends what goes on `meanwhile` and is raised after that."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if meanwhile:
-            meanwhile.cancel()
+        for other in list(meanwhile):
+            other.cancel()
         await asyncio.wait([task])
         if not task.cancelled() and task.exception():
             raise task.exception() from None
@@ -574,15 +574,20 @@ class Sampler:
         self._groups += 1
         return self._groups % self.ranks
 
-    async def sample(self, prompt: list[int], seed: int, max_tokens: int, n: int = 1, rank: int = 0) -> list[Completion]:
-        """`n` completions of `prompt` (token ids) by engine `rank`, child i seeded with seed + i."""
+    async def sample(
+        self, prompt: list[int], seed: int, max_tokens: int, n: int = 1, rank: int = 0, temperature: float | None = None
+    ) -> list[Completion]:
+        """`n` completions of `prompt` (token ids) by engine `rank`, child i seeded with seed + i.
+
+        temperature: the engine's settings have it if None.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             n=n,
             seed=seed if self._seeded else None,
-            temperature=self._settings.temperature,
+            temperature=self._settings.temperature if temperature is None else temperature,
             top_p=self._settings.top_p,
             top_k=0,
             min_p=0.0,
@@ -817,6 +822,7 @@ async def play_group(
             min(settings.max_assistant_tokens, room),
             n=size,
             rank=rank,
+            temperature=settings.temperature,
         )
 
         async def play(trajectory: Trajectory, completion: Completion) -> Trajectory:
@@ -865,6 +871,7 @@ async def _play_branch(
             request_seed(settings.seed, trajectory.update, trajectory.game.game_id, step, trajectory.branch),
             min(settings.max_assistant_tokens, limit - len(tokens)),
             rank=rank,
+            temperature=settings.temperature,
         )
     check_prefix_extension(len(tokens), [turn.prompt_length for turn in trajectory.turns], trajectory.spans)
 

@@ -22,9 +22,11 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import statistics
@@ -34,7 +36,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,17 +60,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from advantages import (
+    SignalSettings,
+    TokenScores,
     TrainingDatum,
-    group_advantages,
+    credit,
     make_datum,
     mismatch_metrics,
-    ppo_clip_loss,
     rollout_metrics,
     token_logprobs,
+    token_losses,
     training_data,
     update_metrics,
 )
-from data import Game, batch_of_games, find_games, json_object, read_file, shuffle_games
+from data import HELD_OUT, SPLITS, Game, batch_of_games, find_games, hold_out, json_object, read_file, shuffle_games
 from environment import EnvironmentSettings, WorldPool
 from protocol import ChatTokens
 from rollout import (
@@ -278,10 +282,12 @@ class Policy:
             raise SettingsError(f"base model {self.base_model!r}: {model.config.model_type} changes its logits after the "
                              "head, which the trainer would not follow; choose another base model")
 
-    def logprobs(self, datum: TrainingDatum, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(
+        self, datum: TrainingDatum, temperature: float | None = None, entropy_counts: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of the datum's A sampled tokens under the present weights, float32 [A].
 
-        temperature: the sampling temperature if None.
+        temperature: the sampling temperature if None. entropy_counts: see token_logprobs.
         """
         autocast = not self.lora_rank and self._dtype != torch.float32
         # Each weight is used once, and a cache would hold the casts of all of them to the end of forward.
@@ -290,7 +296,7 @@ class Policy:
         positions_A = datum.mask_T.nonzero()[:, 0]
         hidden_AD = output.last_hidden_state[0, positions_A.to(self.device)].to(self._head.weight.dtype)
         return token_logprobs(hidden_AD, self._head.weight, self._head.bias, datum.targets_T[positions_A].to(self.device),
-                              temperature or self.temperature, self.head_chunk)
+                              temperature or self.temperature, self.head_chunk, entropy_counts)
 
     @torch.no_grad()
     def measure(self, datum: TrainingDatum, temperature: float | None = None) -> torch.Tensor:
@@ -302,16 +308,18 @@ class Policy:
         datum = make_datum(tokens, [(1, len(tokens))], [[0.0] * (len(tokens) - 1)], 0.0, "a text to score")
         return self.measure(datum, temperature=1.0).tolist()
 
-    def accumulate(self, datum: TrainingDatum, clip_low: float, clip_high: float) -> torch.Tensor:
+    def accumulate(self, datum: TrainingDatum, signal: SignalSettings) -> TokenScores:
         """Add the gradient of one trajectory's summed loss; FloatingPointError before that if it is not finite.
 
-        Returns what `update_metrics` wants of its A sampled tokens, float32 [4, A] on the CPU: new and old
-        log-probabilities, advantages, entropies.
+        Returns the scores of its A sampled tokens, on the CPU, without a gradient.
         """
-        logprobs_A, entropies_A = self.logprobs(datum)
-        old_logprobs_A = datum.old_logprobs_T[datum.mask_T].to(self.device)
-        advantages_A = datum.advantages_T[datum.mask_T].to(self.device)
-        loss = ppo_clip_loss(logprobs_A, old_logprobs_A, advantages_A, clip_low, clip_high)
+        base_A = self.base_logprobs(datum) if signal.kl_coefficient else None
+        logprobs_A, entropies_A = self.logprobs(datum, entropy_counts=signal.entropy_coefficient > 0)
+        parts_A = (part_T[datum.mask_T].to(self.device) for part_T in (datum.old_logprobs_T, datum.advantages_T, datum.weights_T))
+        old_logprobs_A, advantages_A, weights_A = parts_A
+        base_A = logprobs_A.detach() if base_A is None else base_A
+        scores = TokenScores(logprobs_A, old_logprobs_A, advantages_A, entropies_A, weights_A, base_A)
+        loss = token_losses(scores, signal).sum()
         if not loss.isfinite():
             if self.sharded:
                 loss.backward()  # the others take part in it
@@ -319,7 +327,17 @@ class Policy:
             raise FloatingPointError(f"{datum.name}: loss is {loss.item()}, largest ratio {largest:.3g}; no step was taken; "
                                      "what was saved before is intact. Lower --learning-rate if it comes again")
         loss.backward()
-        return torch.stack([logprobs_A.detach(), old_logprobs_A, advantages_A, entropies_A]).cpu()
+        return TokenScores(*(part.detach().cpu() for part in scores))
+
+    @torch.no_grad()
+    def base_logprobs(self, datum: TrainingDatum) -> torch.Tensor:
+        """Log-probabilities [A] under the model without its adapter."""
+        with self.model.disable_adapter():
+            return self.logprobs(datum)[0]
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
 
     def step(self, grad_clip_norm: float) -> float:
         """Clip the accumulated gradient to `grad_clip_norm`, take one Adam step, clear it; returns the norm before.
@@ -506,8 +524,8 @@ class ShardedPolicy(Policy):
             for i, name in enumerate(names):
                 self._moments |= {f"{i}.{kind}": value for kind, value in states.get(name, {}).items()}
 
-    def logprobs(self, datum: TrainingDatum, temperature: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._scorer(datum, temperature)
+    def logprobs(self, *how: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._scorer(*how, **more)
 
     def measure(self, datum: TrainingDatum, temperature: float | None = None) -> torch.Tensor:
         logprobs_A = super().measure(datum, temperature)
@@ -529,8 +547,8 @@ class _Scorer(torch.nn.Module):
         super().__init__()
         self.model, self._logprobs = model, logprobs
 
-    def forward(self, datum: TrainingDatum, temperature: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._logprobs(datum, temperature)
+    def forward(self, *how: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._logprobs(*how, **more)
 
 
 def has_fused_delta_rule() -> bool:
@@ -589,9 +607,10 @@ class OthersWait(RuntimeError):
 
 
 class Batch(NamedTuple):
-    """What all trainers learn from in one update, and whether Adam's moments are saved after it."""
+    """What all trainers learn from in one update (from 1), and whether Adam's moments are saved after it."""
 
     data: list[TrainingDatum]
+    update: int = 1
     save: bool = False
 
 
@@ -666,7 +685,7 @@ def share(value: Any = None) -> Any:
     return value
 
 
-def follow(make: Callable[[], Policy], settings: TrainSettings) -> None:
+def follow(make: Callable[[], Policy], settings: TrainSettings, signal: SignalSettings) -> None:
     """What every process but the first does: the same updates, on the batches that process 0 hands out, to its end."""
     with contextlib.suppress(Ended):
         checkpoint = share()  # comes when the engine has started, which measures what is free on its card
@@ -676,7 +695,7 @@ def follow(make: Callable[[], Policy], settings: TrainSettings) -> None:
         while True:
             batch = share()
             with contextlib.suppress(FloatingPointError, MismatchTooLarge):  # process 0 raises it too, and decides
-                learn(policy, batch, settings)
+                learn(policy, batch, settings, signal)
 
 
 def begin(policy: Policy, checkpoint: Path | None) -> None:
@@ -689,19 +708,15 @@ def begin(policy: Policy, checkpoint: Path | None) -> None:
         policy.gather(moments=False)
 
 
-def learn(policy: Policy, batch: Batch, settings: TrainSettings) -> dict[str, float]:
-    """One optimizer step over a batch, by all trainer processes together; returns the update's metrics.
+def learn(policy: Policy, batch: Batch, settings: TrainSettings, signal: SignalSettings) -> dict[str, float]:
+    """One update on a batch, by all trainer processes together; returns its metrics.
 
-    Data without advantage have no gradient: where all are such, the first is measured and no step is taken. Raises
-    MismatchTooLarge, with no step taken, if trainer and engine disagree.
+    Without advantages and other terms of the loss there is no gradient: the first datum is measured, no step is taken.
     """
     metrics: dict[str, float] = {}
     try:
-        if any(datum.advantages_T.any() for datum in batch.data):
-            clip = settings.ppo_clip_low, settings.ppo_clip_high
-            metrics = update_metrics(*torch.cat(accumulate_all(policy, batch.data, clip), dim=1), *clip)
-            check_mismatch(metrics, settings.max_mismatch_kl)
-            metrics["train/grad_norm"] = policy.step(settings.grad_clip_norm)
+        if any(datum.advantages_T.any() for datum in batch.data) or batch.data and signal.has_other_terms:
+            metrics = take_steps(policy, batch, settings, signal)
         elif batch.data:
             datum = batch.data[0]
             metrics = mismatch_metrics(policy.measure(datum), datum.old_logprobs_T[datum.mask_T])
@@ -717,6 +732,51 @@ def learn(policy: Policy, batch: Batch, settings: TrainSettings) -> dict[str, fl
             torch.cuda.empty_cache()
         dist.all_gather_object([None] * dist.get_world_size(), None)  # over gloo, unlike a barrier
     return metrics
+
+
+def take_steps(policy: Policy, batch: Batch, settings: TrainSettings, signal: SignalSettings) -> dict[str, float]:
+    """The optimizer steps of an update: `epochs` passes over its data, `minibatches` steps each.
+
+    The ratio stays against the rollout's log-probabilities. Metrics are those of the first pass; a later one adds its own
+    clip fraction and KL. Raises MismatchTooLarge, with no step taken, if trainer and engine disagree before the first.
+    """
+    policy.set_learning_rate(learning_rate_at(batch.update, settings))
+    scored: dict[int, list[TokenScores]] = {}
+    norms: list[float] = []
+    for epoch in range(1, settings.epochs + 1):
+        for part in split_data(batch.data, settings.minibatches, f"{batch.update} {epoch}"):
+            scores = accumulate_all(policy, part, signal)
+            mismatch = mismatch_metrics(scores.logprobs, scores.old_logprobs)
+            if not norms:
+                check_mismatch(mismatch, settings.max_mismatch_kl)
+                before = mismatch
+            elif settings.stop_kl and not mismatch["mismatch/k3"] <= settings.stop_kl:
+                policy.optimizer.zero_grad(set_to_none=True)
+                return pass_metrics(scored, norms, settings, signal) | before
+            norms.append(policy.step(settings.grad_clip_norm))
+            scored.setdefault(epoch, []).append(scores)
+    return pass_metrics(scored, norms, settings, signal) | before
+
+
+def pass_metrics(
+    scored: dict[int, list[TokenScores]], norms: list[float], settings: TrainSettings, signal: SignalSettings
+) -> dict[str, float]:
+    """Metrics of an update's passes, from the scores that each step began with, by pass, and the gradients' norms."""
+    first, *later = (update_metrics(join_scores(scores), signal) for scores in scored.values())
+    metrics = first | {"train/grad_norm": statistics.fmean(norms)}
+    if settings.epochs * settings.minibatches > 1:
+        metrics["train/optimizer_steps"] = len(norms)
+    for epoch, of_pass in enumerate(later, 2):
+        metrics |= {f"train/clip_fraction_{epoch}": of_pass["train/clip_fraction"], f"train/kl_{epoch}": of_pass["mismatch/k3"]}
+    return metrics
+
+
+def split_data(data: Sequence[TrainingDatum], parts: int, key: str) -> list[list[TrainingDatum]]:
+    """The data in so many parts that differ by one at most, dealt in an order that only `key` decides; empty ones left out."""
+    if parts == 1:
+        return [list(data)]
+    shuffled = random.Random(key).sample(list(data), len(data))
+    return [shuffled[part::parts] for part in range(min(parts, len(data)))]
 
 
 def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
@@ -736,23 +796,23 @@ def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> li
     return dealt
 
 
-def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[float, float]) -> list[torch.Tensor]:
-    """`policy.accumulate` over all data, by all processes; the summed gradient and all results end up in each.
+def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], signal: SignalSettings) -> TokenScores:
+    """`policy.accumulate` over all data, by all processes; the summed gradient and all scores end up in each.
 
     An error in any process is raised in all.
     """
     if not dist.is_initialized():
-        return [policy.accumulate(datum, *clip) for datum in data]
+        return join_scores([policy.accumulate(datum, signal) for datum in data])
     hands = deal(data, dist.get_world_size(), in_step=policy.sharded)
     mine = [(index, data[index]) for index in hands[dist.get_rank()]]
-    if policy.sharded:  # who has one less repeats another, without advantage
+    if policy.sharded:  # who has one less repeats another, without weight
         shortest = min(data, key=lambda datum: len(datum.tokens_T))
-        idle = replace(shortest, advantages_T=torch.zeros_like(shortest.advantages_T))
+        idle = replace(shortest, weights_T=torch.zeros_like(shortest.weights_T))
         mine += [(-1, idle)] * (len(hands[0]) - len(mine))
     results, failure = {}, None
     for index, datum in mine:
         try:
-            results[index] = policy.accumulate(datum, *clip)
+            results[index] = policy.accumulate(datum, signal)
         except Exception as error:  # the others must hear of it, or they wait for this one's gradient
             if policy.sharded and not isinstance(error, FloatingPointError):
                 raise
@@ -769,7 +829,12 @@ def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], clip: tuple[fl
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad)
     joined = {index: tokens for results, _ in everyone for index, tokens in results.items() if index >= 0}
-    return [joined[index] for index in sorted(joined)]
+    return join_scores([joined[index] for index in sorted(joined)])
+
+
+def join_scores(scores: Sequence[TokenScores]) -> TokenScores:
+    """The tokens of several data in one."""
+    return TokenScores(*map(torch.cat, zip(*scores, strict=True)))
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -791,12 +856,27 @@ class TrainSettings:
     beta2: float = flag(0.95, "Adam's beta2")
     weight_decay: float = flag(0.0, "decoupled weight decay")
     grad_clip_norm: float = flag(1.0, "largest norm of an update's gradient")
-    ppo_clip_low: float = flag(0.8, "lower clip threshold of the ratio")
-    ppo_clip_high: float = flag(1.2, "upper clip threshold of the ratio")
+    epochs: int = flag(1, "passes over an update's data; above 1 takes more from each rollout, at more distance from it")
+    minibatches: int = flag(1, "optimizer steps a pass, each on its share of the update's trajectories")
+    stop_kl: float = flag(0.0, "end an update's passes once KL(rollout || policy), estimator k3, exceeds this; 0 never")
+    learning_rate_schedule: str = flag("constant", "constant, linear or cosine: towards 0 at --max-steps, after the warm-up")
+    warmup_updates: int = flag(0, "updates over which the learning rate rises from 0")
+    horizon: str = flag(
+        "", "steps a trajectory by stage, such as 10,20,30 (short ones first teach faster); --max-episode-steps if empty",
+    )  # fmt: skip
+    horizon_every: int = flag(100, "updates a stage of --horizon; the last one stays")
+    fill_groups: int = flag(
+        1, "play up to N times --games-per-batch games an update, until as many groups as asked for have unequal rewards",
+    )  # fmt: skip
     shard_trainers: bool = flag(
         False, "with --lora-rank 0, under torchrun: the trainers hold a part each of weights, gradients and Adam's moments "
         "(FSDP2) instead of all", fixed=False,
     )  # fmt: skip
+    held_out_games: int = flag(0, "training games, the same in every run, that are kept out of training for --eval-every")
+    eval_every: int = flag(0, "play --eval-split every N updates and at the end, and log its success; 0 never", fixed=False)
+    eval_split: str = flag("held_out", "what it plays: held_out, or a validation split by name", fixed=False)
+    eval_games: int = flag(0, "how many of its games; 0 plays all", fixed=False)
+    eval_temperature: float = flag(0.01, "temperature of that", fixed=False)
     max_staleness: int = flag(0, "1 samples the next batch, with the weights at hand, while the trainer works; 0 is on-policy")
     head_chunk: int = flag(256, "assistant tokens whose logits exist at the same time", fixed=False)
     weight_sync: str = flag("auto", "adapter (hot-loaded LoRA), merged (summed weights, reloaded) or auto: merged in float32")
@@ -819,20 +899,29 @@ class TrainSettings:
     swanlab_mode: str = flag("local", "online, local, offline or disabled", fixed=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "games_per_batch", "head_chunk"):
+        for name in ("max_steps", "games_per_batch", "head_chunk", "epochs", "minibatches", "horizon_every", "fill_groups"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         # an advantage is against the group's mean: of one trajectory it is 0
         require(2 <= self.group_size <= MAX_GROUP_SIZE, "group_size", self.group_size, f"at least 2 and at most {MAX_GROUP_SIZE}")
-        for name in ("max_train_games", "save_every", "keep_checkpoints", "weight_decay", "lora_rank"):
+        for name in ("max_train_games", "save_every", "keep_checkpoints", "weight_decay", "lora_rank", "warmup_updates", "stop_kl",
+                     "held_out_games", "eval_every", "eval_games"):  # fmt: skip
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require(self.max_staleness in (0, 1), "max_staleness", self.max_staleness, "0 or 1")
         for name in ("learning_rate", "grad_clip_norm", "max_mismatch_kl"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        require(self.learning_rate_schedule in SCHEDULES, "learning_rate_schedule", self.learning_rate_schedule, " or ".join(SCHEDULES))
+        require(self.eval_split in (HELD_OUT, *SPLITS[1:]), "eval_split", self.eval_split, " or ".join((HELD_OUT, *SPLITS[1:])))
         require(
-            0 <= self.ppo_clip_low < 1 < self.ppo_clip_high,
-            "ppo_clip_low", f"{self.ppo_clip_low} (with --ppo-clip-high {self.ppo_clip_high})", "below 1, and --ppo-clip-high above 1",
+            not self.eval_every or self.eval_split != HELD_OUT or self.held_out_games > 0, "held_out_games", 0,
+            "above 0 with --eval-every, or name a validation split as --eval-split",
+        )  # fmt: skip
+        require(0.01 <= self.eval_temperature < math.inf, "eval_temperature", self.eval_temperature, "a number of 0.01 or more")
+        stages = [int(stage) if re.fullmatch(r"[1-9]\d{0,5}", stage) else 0 for stage in self.horizon.split(",")]
+        require(
+            not self.horizon or 0 < min(stages) and stages == sorted(set(stages)), "horizon", self.horizon,
+            "steps that rise from stage to stage, as in --horizon 10,20,30",
         )  # fmt: skip
         require(bool(re.fullmatch(r"|here|0*[1-9]\d*(\.\d+)?", self.plan)), "plan", self.plan, "a size in GiB, as in --plan 80, or nothing")
         require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
@@ -845,6 +934,28 @@ class TrainSettings:
 
 
 WAYS_OF_SYNC = ("auto", "adapter", "merged")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def learning_rate_at(update: int, settings: TrainSettings) -> float:
+    """The learning rate of an update (from 1): it rises over the warm-up, then stays or falls, to 0 after the last."""
+    if update <= settings.warmup_updates:
+        return settings.learning_rate * update / (settings.warmup_updates + 1)
+    left = (settings.max_steps - update + 1) / max(1, settings.max_steps - settings.warmup_updates)
+    factor = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}
+    return settings.learning_rate * factor[settings.learning_rate_schedule]
+
+
+def horizon_at(update: int, settings: TrainSettings, max_episode_steps: int) -> int:
+    """Steps a trajectory of an update (from 1) may take.
+
+    By stages as in ScalingInter (Xi et al., "AgentGym-RL", 2025, arXiv 2509.08755, section 3.3).
+    """
+    if not settings.horizon:
+        return max_episode_steps
+    stages = [int(stage) for stage in settings.horizon.split(",")]
+    return stages[min((update - 1) // settings.horizon_every, len(stages) - 1)]
+
 
 # A machine without a GPU: a small model on the starter games, minutes rather than hours.
 DEMO_PRESET = {
@@ -1579,8 +1690,8 @@ def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int
     Written beside, synced to disk, renamed; then the link `latest` is replaced. `keep` > 0 drops all before but the
     newest `keep`.
     """
-    root = run_dir / "checkpoints"
-    folder = root / f"update-{progress.update:04d}"
+    folder = checkpoint_folder(run_dir, progress.update)
+    root = folder.parent
     partial = root / f"{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     policy.save(partial / "sampler")
@@ -1599,9 +1710,15 @@ def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int
     _point_to(folder)
     # Later ones, from before the run was resumed further back, are not counted.
     until_this = [path for path in complete_checkpoints(root) if path.name <= folder.name]
+    best = (root / "best").resolve()
     for old in until_this[:-keep] if keep else []:
-        _remove(old)
+        if old.resolve() != best:
+            _remove(old)
     return folder
+
+
+def checkpoint_folder(run_dir: Path, update: int) -> Path:
+    return run_dir / "checkpoints" / f"update-{update:04d}"
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -1631,11 +1748,11 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _point_to(folder: Path) -> None:
-    link = folder.parent / "latest.partial"
+def _point_to(folder: Path, name: str = "latest") -> None:
+    link = folder.parent / f"{name}.partial"
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
-    link.replace(folder.parent / "latest")
+    link.replace(folder.parent / name)
     _sync_to_disk(folder.parent)
 
 
@@ -1726,7 +1843,7 @@ def resumed_settings(args: argparse.Namespace) -> dict:
         saved, path = read_checkpoint(folder).settings, folder / "state" / "training.json"
     else:
         saved, path = read_run_settings(run_dir), run_dir / "settings.json"
-    known = {f.name: f for cls in (TrainSettings, RolloutSettings, EnvironmentSettings) for f in fields(cls)}
+    known = {f.name: f for cls in (TrainSettings, SignalSettings, RolloutSettings, EnvironmentSettings) for f in fields(cls)}
     for name, f in known.items():
         value = saved.get(name) if f.metadata.get("fixed") else saved.setdefault(name, f.default)  # it may be newer than the run
         if type(value) is not type(f.default) and not (type(value) is int and type(f.default) is float):
@@ -1736,7 +1853,7 @@ def resumed_settings(args: argparse.Namespace) -> dict:
 
 def check_resumable(progress: Progress, settings: dict, games: str) -> None:
     """Refuse to go on with settings or games that would give another result; say what else is not as it was."""
-    known = [f for cls in (TrainSettings, RolloutSettings) for f in fields(cls) if f.metadata["fixed"]]
+    known = [f for cls in (TrainSettings, SignalSettings, RolloutSettings) for f in fields(cls) if f.metadata["fixed"]]
     for f in known:
         then, now = progress.settings[f.name], settings[f.name]
         if then != now:
@@ -1775,10 +1892,12 @@ class Run:
     """A run under way, in the process that plays, writes and talks."""
 
     settings: TrainSettings
+    signal: SignalSettings
     play: RolloutSettings
     everything: dict  # all settings, as they are saved
     folder: Path
     games: list[Game]
+    meter: list[Game]  # not trained on, played by --eval-every
     chat: ChatTokens
     pool: WorldPool
     log: RunLog
@@ -1788,10 +1907,13 @@ class Run:
     sync: WeightSync
     progress: Progress  # after the last update
     saved: int  # updates in the last checkpoint
+    meanwhile: set[asyncio.Task]  # what a signal ends at once, while an update comes to its end
     ended: float  # when the last update did, in monotonic seconds
 
 
-async def train(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
+async def train(
+    settings: TrainSettings, signal: SignalSettings, play: RolloutSettings, worlds: EnvironmentSettings
+) -> None:
     """The whole run. Under torchrun process 0 leads and the others follow."""
     processes = trainer_processes()
     require(not settings.shard_trainers or processes > 1, "shard_trainers", True,
@@ -1806,24 +1928,26 @@ async def train(settings: TrainSettings, play: RolloutSettings, worlds: Environm
                 ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
             )
         if rank:
-            await uninterrupted(asyncio.to_thread(follow, functools.partial(make_policy, settings, play), settings))
+            await uninterrupted(asyncio.to_thread(follow, functools.partial(make_policy, settings, play), settings, signal))
         else:
-            await lead(settings, play, worlds)
+            await lead(settings, signal, play, worlds)
 
 
-async def lead(settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings) -> None:
+async def lead(
+    settings: TrainSettings, signal: SignalSettings, play: RolloutSettings, worlds: EnvironmentSettings
+) -> None:
     """Check everything that can be checked, start engine and policy, then one update after the other.
 
     Whatever ends it (a signal, a fault) ends it between two updates: a rollout is thrown away, an optimizer step is
     finished, and what was learned is saved.
     """
     with contextlib.ExitStack() as stack:
-        run = await start_run(settings, play, worlds, stack)
+        run = await start_run(settings, signal, play, worlds, stack)
         rollouts = Rollouts(run)
         try:
             for update in trange(run.progress.update + 1, settings.max_steps + 1, desc="updates", unit="update"):
                 groups, metrics = await rollouts.of(update)
-                await uninterrupted(learn_from(run, update, groups, metrics, rollouts), rollouts.ahead)
+                await uninterrupted(learn_from(run, update, groups, metrics, rollouts), run.meanwhile)
             lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             print(closing_lines([json.loads(line) for line in lines]), flush=True)
         except BaseException:
@@ -1840,11 +1964,11 @@ async def learn_from(
     settings, policy = run.settings, run.policy
     with timed(metrics, "time/train"):
         write_records(run.folder / "rollouts" / f"update-{update:04d}.jsonl", sum(groups, []))
-        advantages = [group_advantages([trajectory.reward for trajectory in group]) for group in groups]
+        advantages = [credit(group) for group in groups]
         save_now = update == settings.max_steps or bool(settings.save_every) and update % settings.save_every == 0
-        batch = Batch(training_data(groups, advantages), save_now)
+        batch = Batch(training_data(groups, advantages, run.signal), update, save_now)
         await run.card.to_trainer()
-        learned = await asyncio.to_thread(lambda: learn(policy, share(batch), settings))
+        learned = await asyncio.to_thread(lambda: learn(policy, share(batch), settings, run.signal))
         metrics |= rollout_metrics(groups, advantages) | {"tokens/trained": 0} | learned
     await rollouts.played()  # its trajectories keep the weights they began with
     stepped = "train/grad_norm" in metrics
@@ -1853,6 +1977,8 @@ async def learn_from(
             await run.card.to_engine(policy)
             if stepped:
                 await run.sync.push(update, batch.data[0].tokens_T[:PROBE_TOKENS].tolist())
+        if run.meter and (update == settings.max_steps or update % settings.eval_every == 0):
+            metrics |= await unless_stopped(play_meter(run, update), run.meanwhile)
     except FloatingPointError:
         policy.whole = False
         raise
@@ -1875,6 +2001,8 @@ class Rollouts:
         self.ahead = None
         if self._run.settings.max_staleness and update < self._run.settings.max_steps:
             self.ahead = asyncio.ensure_future(play_update(self._run, update + 1))
+            self._run.meanwhile.add(self.ahead)
+            self.ahead.add_done_callback(self._run.meanwhile.discard)
         return rollout
 
     async def played(self) -> None:
@@ -1889,23 +2017,29 @@ class Rollouts:
 
 
 async def play_update(run: Run, update: int) -> tuple[list[list[Trajectory]], dict[str, float]]:
-    """An update's trajectories, by game, and what sampling them took."""
-    settings, metrics = run.settings, {}
+    """An update's trajectories, by game, and what sampling them took.
+
+    With `--fill-groups` N an update has a window of N times as many games; those beyond the first --games-per-batch are
+    played while groups with equal rewards, which teach nothing, leave room (dynamic sampling; Yu et al., "DAPO", 2025).
+    """
+    settings, metrics, groups = run.settings, {}, []
     counted, faults = run.sampler.counts, run.pool.faults
-
-    def batch(number: int) -> list[Game]:
-        return batch_of_games(run.games, number - 1, settings.games_per_batch)
-
-    with timed(metrics, "time/rollout"):
+    play = replace(run.play, max_episode_steps=horizon_at(update, settings, run.play.max_episode_steps))
+    size, wanted = settings.group_size, settings.games_per_batch
+    with timed(metrics, "time/rollout"), tqdm(total=wanted * size, desc="trajectories", leave=False) as bar:
+        games = iter(window_of_games(run, update))
         if update < settings.max_steps:
-            run.pool.prefetch(game.path for game in batch(update + 1))
-        with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
-            groups = await gather_or_cancel(
-                play_group(run.sampler, run.chat, run.pool, game, settings.group_size, update - 1, run.play,
-                           lambda _: bar.update())
-                for game in batch(update)
-            )  # fmt: skip
+            run.pool.prefetch(game.path for game in window_of_games(run, update + 1)[:wanted])
+        while chosen := list(itertools.islice(games, wanted)):
+            bar.total = (len(groups) + len(chosen)) * size
+            groups += await gather_or_cancel(
+                play_group(run.sampler, run.chat, run.pool, game, size, update - 1, play, lambda _: bar.update())
+                for game in chosen
+            )
+            wanted = settings.games_per_batch - sum(len({t.reward for t in group}) > 1 for group in groups)
     counts = run.sampler.counts.since(counted)
+    if settings.horizon:
+        metrics["rollout/horizon"] = play.max_episode_steps
     return groups, {
         "rollout/env_faults": run.pool.faults - faults,
         "rollout/preempted": counts.preempted,
@@ -1916,6 +2050,33 @@ async def play_update(run: Run, update: int) -> tuple[list[list[Trajectory]], di
     } | metrics
 
 
+def window_of_games(run: Run, update: int) -> list[Game]:
+    """The games that an update (from 1) may play, in order."""
+    return batch_of_games(run.games, update - 1, run.settings.games_per_batch * run.settings.fill_groups)
+
+
+async def play_meter(run: Run, update: int) -> dict[str, float]:
+    """Play the meter's games once with the present weights, as eval.py would; `eval/` metrics. Nothing else changes."""
+    play = replace(run.play, temperature=run.settings.eval_temperature)
+    metrics: dict[str, float] = {}
+    with timed(metrics, "time/eval"):
+        groups = await gather_or_cancel(play_group(run.sampler, run.chat, run.pool, game, 1, 0, play) for game in run.meter)
+    trajectories = [replace(trajectory, update=update - 1) for [trajectory] in groups]
+    folder = run.folder / "evals"
+    folder.mkdir(exist_ok=True)
+    write_records(folder / f"update-{update:04d}.jsonl", trajectories)
+    n, won = len(trajectories), sum(trajectory.won for trajectory in trajectories)
+    low, high = wilson_interval(won, n)
+    return metrics | {
+        "eval/success": won / n,
+        "eval/success_low": low,
+        "eval/success_high": high,
+        "eval/reward": statistics.fmean(trajectory.reward for trajectory in trajectories),
+        "eval/invalid_actions": statistics.fmean(trajectory.invalid_actions for trajectory in trajectories),
+        "eval/steps": statistics.fmean(len(trajectory.turns) for trajectory in trajectories),
+    }
+
+
 @contextlib.contextmanager
 def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     """Write down the seconds that something took, whether or not it came to a good end."""
@@ -1924,6 +2085,15 @@ def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         metrics[name] = time.monotonic() - started
+
+
+async def unless_stopped(work: Coroutine, meanwhile: set[asyncio.Task]) -> dict[str, float]:
+    """What `work` gives; nothing if a signal has ended it."""
+    task = asyncio.ensure_future(work)
+    meanwhile.add(task)
+    await asyncio.wait([task])
+    meanwhile.discard(task)
+    return {} if task.cancelled() else task.result()
 
 
 def log_update(run: Run, update: int, metrics: dict[str, float], stepped: bool) -> None:
@@ -1940,7 +2110,18 @@ def log_update(run: Run, update: int, metrics: dict[str, float], stepped: bool) 
 def save(run: Run) -> None:
     folder = save_checkpoint(run.folder, run.policy, run.progress, run.settings.keep_checkpoints)
     run.saved = run.progress.update
+    if best := best_checkpoint(run):
+        _point_to(best, "best")
     tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
+
+
+def best_checkpoint(run: Run) -> Path | None:
+    """Of the saved updates that the meter has played, the one with the most success, the later one of equals."""
+    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    success = {line["update"]: line["eval/success"] for line in lines if "eval/success" in line}
+    folders = {update: checkpoint_folder(run.folder, update) for update in success}
+    there = [update for update, folder in folders.items() if folder.is_dir()]
+    return folders[max(there, key=lambda update: (success[update], update))] if there else None
 
 
 def save_on_the_way_out(run: Run) -> None:
@@ -1949,7 +2130,7 @@ def save_on_the_way_out(run: Run) -> None:
         return
     try:
         if run.policy.sharded:
-            learn(run.policy, share(Batch([], save=True)), run.settings)
+            learn(run.policy, share(Batch([], save=True)), run.settings, run.signal)
         save(run)
     except (OSError, RuntimeError, SafetensorError) as second:  # the disk, most likely, which the first error is about too
         print(f"update {run.progress.update} could not be saved: {first_line(second)}", flush=True)
@@ -1970,21 +2151,24 @@ def check_mismatch(metrics: dict[str, float], bound: float) -> None:
 
 
 async def start_run(
-    settings: TrainSettings, play: RolloutSettings, worlds: EnvironmentSettings, stack: contextlib.ExitStack
-) -> Run:
+    settings: TrainSettings, signal: SignalSettings, play: RolloutSettings, worlds: EnvironmentSettings,
+    stack: contextlib.ExitStack,
+) -> Run:  # fmt: skip
     """Check all that can be checked without a model; then start engine and policy, and prove that they agree."""
     if settings.resume:
         folder, checkpoint = find_run(settings.resume, settings.runs_dir, settings.run_name)
     else:
         folder, checkpoint = Path(settings.runs_dir) / (settings.run_name or time.strftime("%Y%m%d-%H%M%S")), None
-    everything = asdict(settings) | asdict(play) | asdict(worlds)
-    games = check_run(settings, play)
+    everything = asdict(settings) | asdict(signal) | asdict(play) | asdict(worlds)
+    games, meter = check_run(settings, signal, play)
     chat = load_chat_tokens(play.base_model)
     pool = stack.enter_context(WorldPool(worlds))
     games = (await playable_games(pool, games))[: settings.max_train_games or None]
+    meter = await playable_games(pool, meter) if meter else []
     require(
-        settings.games_per_batch <= len(games), "games_per_batch", settings.games_per_batch,
-        f"at most the number of training games, {len(games)}: a game twice in one update would repeat its seeds",
+        settings.games_per_batch * settings.fill_groups <= len(games), "games_per_batch", settings.games_per_batch,
+        f"at most the number of training games, {len(games)} (with --fill-groups {settings.fill_groups} that part of it): a "
+        "game twice in one update would repeat its seeds",
     )  # fmt: skip
     digest = hashlib.sha256("\n".join(game.game_id for game in games).encode()).hexdigest()
     progress = Progress(0, 0, 0, digest, everything, package_versions())
@@ -2017,15 +2201,23 @@ async def start_run(
         await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
     await prove_agreement(policy, sampler, card, probe, settings.max_mismatch_kl)
     # Whatever checkpoints of later updates there are, the run stands where it goes on from.
-    return Run(settings, play, everything, folder, games, chat, pool, log, sampler, card, policy, sync, progress,
-               saved=progress.update, ended=time.monotonic())  # fmt: skip
+    return Run(settings, signal, play, everything, folder, games, meter, chat, pool, log, sampler, card, policy, sync, progress,
+               saved=progress.update, meanwhile=set(), ended=time.monotonic())  # fmt: skip
 
 
-def check_run(settings: TrainSettings, play: RolloutSettings) -> list[Game]:
-    """Refuse what cannot be trained here; returns the split's games in the run's order."""
+def check_run(settings: TrainSettings, signal: SignalSettings, play: RolloutSettings) -> tuple[list[Game], list[Game]]:
+    """Refuse what cannot be trained here; returns the games of the run in its order, and those of its meter."""
+    require(bool(settings.lora_rank) or not signal.kl_coefficient, "kl_coefficient", signal.kl_coefficient,
+            "0 with --lora-rank 0: the base is the model without its adapter, and there is none")  # fmt: skip
+    longest = max(map(int, settings.horizon.split(","))) if settings.horizon else 0
+    require(longest <= play.max_episode_steps, "horizon", settings.horizon, f"at most --max-episode-steps, {play.max_episode_steps}")
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)
     require(play.top_p == 1, "top_p", play.top_p, "1.0 in training: with less, log-probabilities cannot be compared")
-    games = shuffle_games(find_games(settings.data_root, settings.train_split), play.seed)
+    games, meter = hold_out(find_games(settings.data_root, settings.train_split), settings.held_out_games)
+    games = shuffle_games(games, play.seed)
+    if settings.eval_split != HELD_OUT and settings.eval_every:
+        meter = shuffle_games(find_games(settings.data_root, settings.eval_split), play.seed)
+    meter = meter[: settings.eval_games or None] if settings.eval_every else []
     check_model(play)
     config = AutoConfig.from_pretrained(play.base_model, trust_remote_code=False)
     require(
@@ -2037,7 +2229,7 @@ def check_run(settings: TrainSettings, play: RolloutSettings) -> list[Game]:
         from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
         check_delta_rule(torch_chunk_gated_delta_rule, inspect.unwrap(torch_chunk_gated_delta_rule), "cuda")
-    return games
+    return games, meter
 
 
 async def start_engine(
@@ -2160,7 +2352,7 @@ def main() -> None:
     presets = {"recipe": {}, "demo": DEMO_PRESET}
     with process_of_several():
         run_with_settings(
-            parser, presets, train, TrainSettings, RolloutSettings, EnvironmentSettings, saved=resumed_settings
+            parser, presets, train, TrainSettings, SignalSettings, RolloutSettings, EnvironmentSettings, saved=resumed_settings
         )
 
 

@@ -33,14 +33,13 @@ from transformers import AutoConfig, Qwen3_5Config, Qwen3_5ForConditionalGenerat
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.utils import logging
 
-from advantages import make_datum, ppo_clip_loss
+from advantages import SignalSettings, make_datum
 from rollout import RolloutSettings, Sampler
 from train import (
     GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, SharedCard, WeightSync, count_weights, has_fused_delta_rule,
     mean_gap, plan_memory, trainer_memory,
 )  # fmt: skip
 
-CLIP = (0.8, 1.2)
 VERSION = 1  # of the weights that go to the engine
 # Bounds. The plan's is the project's own; the two for gradients are relative, norm of the difference / norm.
 PLAN_WITHIN = 0.15
@@ -226,7 +225,7 @@ def random_datum(size: Size, seed: int = 0):
     length, turn = size.sampled // size.turns, size.tokens // size.turns
     spans = [(i * turn - length, i * turn) for i in range(1, size.turns + 1)]
     logprobs = [(-math.log(words) + 0.1 * torch.randn(length, generator=generator)).tolist() for _ in spans]
-    return make_datum(tokens, spans, logprobs, 0.5, "random trajectory")
+    return make_datum(tokens, spans, logprobs, [0.5] * len(spans), name="random trajectory")
 
 
 def plain_loss(policy: Policy, datum) -> torch.Tensor:
@@ -235,13 +234,14 @@ def plain_loss(policy: Policy, datum) -> torch.Tensor:
     logprobs_T = logits_TV.float().log_softmax(-1).gather(1, datum.targets_T[:, None].to(policy.device))[:, 0]
     mask_T = datum.mask_T.to(policy.device)
     old_A, advantages_A = (tensor[datum.mask_T].to(policy.device) for tensor in (datum.old_logprobs_T, datum.advantages_T))
-    return ppo_clip_loss(logprobs_T[mask_T], old_A, advantages_A, *CLIP)
+    ratio_A = (logprobs_T[mask_T] - old_A).exp()
+    return -torch.minimum(ratio_A * advantages_A, ratio_A.clamp(0.8, 1.2) * advantages_A).sum()
 
 
 def updates(policy: Policy, datum) -> dict:
     """The two updates that are compared: of one trajectory, to the optimizer step. The learning rate is 0."""
     def ours() -> None:
-        policy.accumulate(datum, *CLIP)
+        policy.accumulate(datum, SignalSettings())
         policy.step(1.0)
 
     def plain() -> None:
@@ -359,7 +359,7 @@ def check_gradient(device: str) -> dict:
                         head_chunk=size.head_chunk, device=device, dtype=torch.float32)
     datum = random_datum(size)
     with policy.random_adapter():
-        fast = gradient(policy, lambda: policy.accumulate(datum, *CLIP))
+        fast = gradient(policy, lambda: policy.accumulate(datum, SignalSettings()))
         with no_checkpointing(policy), torch_delta_rule(policy):
             slow = gradient(policy, lambda: plain_loss(policy, datum).backward())
     fused = device == "cuda" and has_fused_delta_rule()

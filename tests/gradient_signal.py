@@ -22,11 +22,10 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from advantages import group_advantages
+from advantages import SignalSettings, credit, training_data
 from data import batch_of_games, find_games, shuffle_games
 from environment import EnvironmentSettings, WorldPool
 from rollout import DEMO_MODEL, RolloutSettings, Sampler, gather_or_cancel, load_chat_tokens, play_group
-from advantages import datum_of
 from train import Policy
 
 GAMES, GROUP, FIRST = 8, 8, 300  # the recipe's batch; the first update of a run that would see these games
@@ -35,10 +34,9 @@ GAMES, GROUP, FIRST = 8, 8, 300  # the recipe's batch; the first update of a run
 def batch_gradient(policy: Policy, groups: list) -> torch.Tensor:
     """Of the recipe's loss over a batch, flat, float32 on the CPU; batches without advantage give zeros."""
     policy.optimizer.zero_grad()
-    for group in groups:
-        for trajectory, advantage in zip(group, group_advantages([t.reward for t in group])):
-            if advantage and trajectory.turns:
-                policy.accumulate(datum_of(trajectory, advantage), 0.8, 1.2)
+    signal = SignalSettings()
+    for datum in training_data(groups, [credit(group) for group in groups], signal):
+        policy.accumulate(datum, signal)
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in policy.parameters])
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import train
-from advantages import make_datum
+from advantages import SignalSettings, make_datum
 from environment import EnvironmentSettings
 from rollout import RolloutSettings, SettingsError, build_settings, explain
 from train import (
@@ -25,7 +25,8 @@ from train import (
     read_checkpoint, resumed_settings, save_checkpoint,
 )  # fmt: skip
 
-EVERYTHING = asdict(TrainSettings()) | asdict(RolloutSettings()) | asdict(EnvironmentSettings())
+WIDE = SignalSettings(ppo_clip_low=0.5, ppo_clip_high=100.0)
+EVERYTHING = asdict(TrainSettings()) | asdict(SignalSettings()) | asdict(RolloutSettings()) | asdict(EnvironmentSettings())
 PROGRESS = Progress(0, 0, 0, "games", EVERYTHING, {"torch": "1"})
 
 
@@ -45,7 +46,7 @@ def base(tmp_path_factory, chatml_tokenizer):
 def learn(policy, update):
     generator = torch.Generator().manual_seed(update)
     tokens = torch.randint(0, 600, (30,), generator=generator).tolist()
-    policy.accumulate(make_datum(tokens, [(9, 14), (20, 27)], [[-6.0] * 5, [-6.5] * 7], 0.5), 0.5, 100.0)
+    policy.accumulate(make_datum(tokens, [(9, 14), (20, 27)], [[-6.0] * 5, [-6.5] * 7], [0.5, 0.5]), WIDE)
     policy.step(1.0)
 
 

@@ -240,7 +240,7 @@ def test_preset_sets_defaults_and_flags_win(monkeypatch):
     from rollout import RolloutSettings, add_flags, build_settings
 
     parser = argparse.ArgumentParser()
-    add_flags(parser, {}, train.TrainSettings, RolloutSettings)
+    add_flags(parser, {}, train.TrainSettings, train.SignalSettings, RolloutSettings)
     args = parser.parse_args(["--max-steps", "7", "--no-include-admissible-actions"])
     settings, play = build_settings(args, train.DEMO_PRESET, train.TrainSettings, RolloutSettings)
     assert settings.max_steps == 7 and settings.data_root == train.DEMO_PRESET["data_root"]
@@ -248,6 +248,7 @@ def test_preset_sets_defaults_and_flags_win(monkeypatch):
     recipe, play = build_settings(parser.parse_args([]), {}, train.TrainSettings, RolloutSettings)
     assert (recipe.max_steps, recipe.games_per_batch, recipe.group_size, recipe.lora_rank) == (80, 8, 8, 32)
     assert (recipe.learning_rate, recipe.beta1, recipe.beta2, recipe.weight_decay, recipe.grad_clip_norm) == (1e-6, 0.9, 0.95, 0, 1)
-    assert (recipe.ppo_clip_low, recipe.ppo_clip_high, recipe.save_every) == (0.8, 1.2, 20)
+    [signal] = build_settings(parser.parse_args([]), {}, train.SignalSettings)
+    assert (signal.ppo_clip_low, signal.ppo_clip_high, recipe.save_every) == (0.8, 1.2, 20)
     assert (play.max_episode_steps, play.max_trajectory_tokens, play.max_assistant_tokens) == (50, 12_000, 2_048)
     assert (play.temperature, play.top_p, play.seed, play.base_model) == (1.0, 1.0, 42, "Qwen/Qwen3.5-4B")

@@ -42,7 +42,7 @@ async def converse(sampler, chat, version, turns):
         logprobs.append(completion.logprobs)
         tokens += completion.tokens
         tokens += chat.extension(completion.tokens, f"Step {turn}: executed\nObservation: You see nothing in drawer 1." * 3)
-    return make_datum(tokens, spans, logprobs, 1.0)
+    return make_datum(tokens, spans, logprobs, [1.0] * len(spans))
 
 
 def talk(run, sampler, chat, version):

@@ -15,7 +15,7 @@ from gpu_check import LiveBytes, plain_loss, standing_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
-from advantages import make_datum, token_logprobs
+from advantages import SignalSettings, make_datum, token_logprobs
 from train import (
     GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, cache_of_trajectory, cache_shape, count_weights, plan_memory,
     render_plan, trainer_memory,
@@ -51,18 +51,18 @@ def bases(tmp_path_factory):
 
 
 def datum_of(tokens, sampled):
-    return make_datum([i % 5_000 for i in range(tokens)], [(tokens - sampled, tokens)], [[-8.5] * sampled], 0.5)
+    return make_datum([i % 5_000 for i in range(tokens)], [(tokens - sampled, tokens)], [[-8.5] * sampled], [0.5])
 
 
 def counted(policy, datum, count=LiveBytes):
     """Bytes between updates and at the peak of one, of two trajectories: the second finds the first's gradients."""
-    policy.accumulate(datum, 0.8, 1.2)
+    policy.accumulate(datum, SignalSettings())
     policy.step(1.0)
     gc.collect()
     with count(*standing_tensors(policy)) as live:
         resident = live.now
         for _ in range(2):
-            policy.accumulate(datum, 0.8, 1.2)
+            policy.accumulate(datum, SignalSettings())
         policy.step(1.0)
     return resident, live.peak
 
@@ -194,7 +194,7 @@ def test_memory_does_not_grow_by_a_vocabulary_a_token(bases):
     row = 4 * 30_000  # one token's logits in fp32
     config = CONFIGS["qwen3"](vocab_size=30_000)
     by_plan = (planned(config, 600, 16, 8, torch.float32)[2] - planned(config, 300, 16, 8, torch.float32)[2]) / 300
-    ours = slope(lambda datum: policy.accumulate(datum, 0.8, 1.2))
+    ours = slope(lambda datum: policy.accumulate(datum, SignalSettings()))
     assert ours == pytest.approx(by_plan, rel=0.15)
     assert ours < 0.2 * row
     assert slope(lambda datum: plain_loss(policy, datum).backward()) > 2 * row

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from advantages import group_advantages, make_datum, rollout_metrics, training_data
+from advantages import SignalSettings, credit, make_datum, rollout_metrics, training_data
 from rollout import RolloutSettings, Sampler, SettingsError, gather_or_cancel, play_group
 from train import (
     PROBE_TOKENS, Batch, MismatchTooLarge, Policy, SharedCard, TrainSettings, WeightsDidNotArrive, WeightSync,
@@ -30,8 +30,14 @@ from train import (
         ({"learning_rate": 0.0}, "--learning-rate is 0.0"),
         ({"learning_rate": float("nan")}, "--learning-rate is nan"),
         ({"beta2": 1.0}, "--beta2 is 1.0"),
-        ({"ppo_clip_low": 1.3, "ppo_clip_high": 1.2}, "--ppo-clip-low is '1.3"),
-        ({"ppo_clip_low": 0.8, "ppo_clip_high": 0.9}, "--ppo-clip-high 0.9"),
+        ({"learning_rate_schedule": "step"}, "--learning-rate-schedule is 'step'"),
+        ({"horizon": "20,10"}, "--horizon is '20,10'"),
+        ({"horizon": "10,ten"}, "--horizon is '10,ten'"),
+        ({"horizon": "0,10"}, "--horizon is '0,10'"),
+        ({"epochs": 0}, "--epochs is 0"),
+        ({"minibatches": 0}, "--minibatches is 0"),
+        ({"fill_groups": 0}, "--fill-groups is 0"),
+        ({"warmup_updates": -1}, "--warmup-updates is -1"),
         ({"save_every": -1}, "--save-every is -1"),
         ({"max_mismatch_kl": 0.0}, "--max-mismatch-kl is 0.0"),
         ({"weight_sync": "nfs"}, "--weight-sync is 'nfs'"),
@@ -84,24 +90,32 @@ def sync(run, policy, sampler, warm_model):
 
 def roll(run, sampler, chat, pool, games, update, settings):
     groups = run(gather_or_cancel(play_group(sampler, chat, pool, game, 4, update, settings) for game in games))
-    return groups, [group_advantages([t.reward for t in group]) for group in groups]
+    return groups, [credit(group) for group in groups]
 
 
 def difference_from_engine(policy, groups):
     """|trainer - engine| a sampled token, over all trajectories of all groups."""
     gaps = []
     for trajectory in sum(groups, []):
-        datum = make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, 1.0)
+        datum = make_datum(trajectory.tokens, trajectory.spans, trajectory.logprobs, [1.0] * len(trajectory.turns))
         with torch.no_grad():
             logprobs, _ = policy.logprobs(datum)
         gaps.append((logprobs - datum.old_logprobs_T[datum.mask_T]).abs())
     return torch.cat(gaps)
 
 
+def turn_by_turn(groups, advantages_K):
+    """Of one group: each branch's advantage for all of its turns."""
+    return [[[a] * len(t.turns) for a, t in zip(advantages_K, groups[0], strict=True)]]
+
+
+SIGNAL = SignalSettings()
+
+
 def learn_from(policy, groups, advantages):
     """Metrics of one update, and a text to probe the engine with."""
-    data = training_data(groups, advantages)
-    return learn(policy, Batch(data), TrainSettings()), data[0].tokens_T[:PROBE_TOKENS].tolist()
+    data = training_data(groups, advantages, SIGNAL)
+    return learn(policy, Batch(data), TrainSettings(), SIGNAL), data[0].tokens_T[:PROBE_TOKENS].tolist()
 
 
 def test_trainer_and_engine_agree_before_and_after_two_updates(
@@ -141,7 +155,8 @@ def test_adapter_way_changes_the_engine_as_the_merged_way_does(run, warm_model, 
                         parameter.normal_(std=0.05)
             run(sync.push(version, probe=prompt))
             [completion] = run(adapted.sample(prompt, 5, 32))
-            datum = make_datum(prompt + completion.tokens, [(len(prompt), len(prompt) + len(completion.tokens))], [completion.logprobs], 1.0)
+            span = len(prompt), len(prompt) + len(completion.tokens)
+            datum = make_datum(prompt + completion.tokens, [span], [completion.logprobs], [1.0])
             with torch.no_grad():
                 logprobs, _ = policy.logprobs(datum)
             assert (logprobs - torch.tensor(completion.logprobs)).abs().mean() < 1e-4
@@ -253,10 +268,10 @@ def test_batch_sampled_with_other_weights_is_not_trained_on(
                 parameter.normal_(std=0.2)
     moved = [parameter.detach().clone() for parameter in policy.parameters]
     with pytest.raises(MismatchTooLarge, match="above --max-mismatch-kl 0.03.*no step was taken"):
-        learn_from(policy, groups, [[1.0, -1.0, 0.5, -0.5]])
+        learn_from(policy, groups, turn_by_turn(groups, [1.0, -1.0, 0.5, -0.5]))
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, moved, strict=True))
     with pytest.raises(MismatchTooLarge):  # also where nothing would be trained
-        learn_from(policy, groups, [[0.0] * 4])
+        learn_from(policy, groups, turn_by_turn(groups, [0.0] * 4))
 
 
 def test_update_without_advantage_is_skipped_and_leaves_the_weights_alone(
@@ -264,11 +279,11 @@ def test_update_without_advantage_is_skipped_and_leaves_the_weights_alone(
 ):
     groups, _ = roll(run, sampler, chat, pool, starter_games[:1], 0, play_settings)
     before = [parameter.detach().clone() for parameter in policy.parameters]
-    metrics, _ = learn_from(policy, groups, [[0.0] * 4])
+    metrics, _ = learn_from(policy, groups, turn_by_turn(groups, [0.0] * 4))
     assert set(metrics) == {"mismatch/mean", "mismatch/max", "mismatch/k1", "mismatch/k3"}
     assert metrics["mismatch/mean"] < 1e-4  # measured all the same
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, before, strict=True))
-    metrics, _ = learn_from(policy, groups, [[0.0, 1.0, 0.0, -1.0]])
+    metrics, _ = learn_from(policy, groups, turn_by_turn(groups, [0.0, 1.0, 0.0, -1.0]))
     assert metrics["tokens/trained"] == groups[0][1].sampled_tokens + groups[0][3].sampled_tokens
 
 
@@ -290,4 +305,4 @@ def test_rollout_metrics_against_the_records(run, sampler, chat, pool, play_sett
     assert metrics["rollout/invalid_actions"] == sum(r["invalid_actions"] for r in records) / 8
     assert metrics["rollout/valid_tool_calls"] == pytest.approx(sum(r["valid_tool_calls"] for r in records) / turns)
     assert metrics["rollout/admissible_actions"] == pytest.approx(sum(r["admissible_actions"] for r in records) / turns)
-    assert metrics["advantage/trained_trajectories"] == sum(a != 0 for group in advantages for a in group)
+    assert metrics["advantage/trained_trajectories"] == sum(any(turns) for group in advantages for turns in group)

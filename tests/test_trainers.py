@@ -42,12 +42,12 @@ def play(rank, kind, out, spoilt, resume):
     metrics = []
     try:
         for number in (5, 5, 1):  # in the last update one process has nothing to do
-            metrics.append(train.learn(policy, train.share(train.Batch(data[:number])), settings))
+            metrics.append(train.learn(policy, train.share(train.Batch(data[:number])), settings, train.SignalSettings()))
         metrics.append({"score": policy.score(train.share(data and data[0].tokens_T.tolist()))})
         result = json.dumps(metrics)
     except FloatingPointError as error:
         result = f"failed: {error}"
-    train.learn(policy, train.share(train.Batch([], save=True)), settings)
+    train.learn(policy, train.share(train.Batch([], save=True)), settings, train.SignalSettings())
     if kind != "sharded":
         torch.save([p.detach() for p in policy.parameters], f"{out}/weights-{rank}.pt")
         torch.save([v for s in policy.optimizer.state.values() for v in s.values()], f"{out}/adam-{rank}.pt")
@@ -71,7 +71,7 @@ def random_data(lengths, spoilt=""):
         logprobs = [[-4.0] * (length - 10)]
         if spoilt == "loss" and number == 1:
             logprobs = [[-4000.0] * (length - 10)]
-        data.append(make_datum(tokens, [(9, length - 1)], logprobs, 0.3 * (number - 1.5), f"trajectory {number}"))
+        data.append(make_datum(tokens, [(9, length - 1)], logprobs, [0.3 * (number - 1.5)], name=f"trajectory {number}"))
     return data
 
 

@@ -19,11 +19,14 @@ from transformers import (
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from advantages import make_datum, mismatch_metrics, ppo_clip_loss, token_logprobs, update_metrics
+from advantages import (
+    SignalSettings, TokenScores, make_datum, mismatch_metrics, token_logprobs, token_losses, update_metrics,
+)  # fmt: skip
 from rollout import SettingsError
-from train import Policy, check_delta_rule
+from train import Policy, check_delta_rule, join_scores
 
 VOCABULARY = 64
+SIGNAL = SignalSettings()
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 256,
@@ -93,14 +96,14 @@ def random_datum(seed=0, advantage=0.7):
     tokens = torch.randint(0, 50, (40,), generator=generator).tolist()
     spans = [(9, 14), (20, 27), (28, 34)]
     logprobs = [(-4 + torch.randn(end - start, generator=generator) * 0.3).tolist() for start, end in spans]
-    return make_datum(tokens, spans, logprobs, advantage, name=f"game {seed}")
+    return make_datum(tokens, spans, logprobs, [advantage] * 3, name=f"game {seed}")
 
 
 def gradients(policy, *data):
     for parameter in policy.parameters:
         parameter.grad = None
-    tokens_4A = torch.cat([policy.accumulate(datum, 0.8, 1.2) for datum in data], dim=1)
-    return [parameter.grad.clone() for parameter in policy.parameters], update_metrics(*tokens_4A, 0.8, 1.2)
+    scores = join_scores([policy.accumulate(datum, SIGNAL) for datum in data])
+    return [parameter.grad.clone() for parameter in policy.parameters], update_metrics(scores, SIGNAL)
 
 
 def full_logprobs(model, datum, temperature=1.0):
@@ -116,7 +119,7 @@ def full_logprobs(model, datum, temperature=1.0):
 
 def test_golden_datum():
     tokens = [7, 8, 9, 1, 2, 5, 6, 3, 4, 4]
-    datum = make_datum(tokens, [(3, 5), (7, 8)], [[-0.5, -0.25], [-1.0]], 0.75, name="put mug/1")
+    datum = make_datum(tokens, [(3, 5), (7, 8)], [[-0.5, -0.25], [-1.0]], [0.75, 0.75], name="put mug/1")
     assert datum.name == "put mug/1"
     assert datum.tokens_T.tolist() == [7, 8, 9, 1, 2, 5, 6]
     assert datum.targets_T.tolist() == [8, 9, 1, 2, 5, 6, 3]
@@ -138,7 +141,7 @@ def test_every_sampled_token_is_trained_once(turns, tail):
         tokens += range(len(tokens) + 100, len(tokens) + 100 + completion)
         sampled += tokens[spans[-1][0]:]
         logprobs.append([-0.5 * token for token in tokens[spans[-1][0]:]])
-    datum = make_datum(tokens + [1] * tail, spans, logprobs, 1.0)
+    datum = make_datum(tokens + [1] * tail, spans, logprobs, [1.0] * len(spans))
     assert datum.targets_T[datum.mask_T].tolist() == sampled
     assert datum.old_logprobs_T[datum.mask_T].tolist() == [-0.5 * token for token in sampled]
     assert not datum.old_logprobs_T[~datum.mask_T].any() and not datum.advantages_T[~datum.mask_T].any()
@@ -155,12 +158,12 @@ def test_every_sampled_token_is_trained_once(turns, tail):
     ([(2, 4)], [[-1, -1], [-1]], 1.0, "1 completions but 2 lists"),
     ([(2, 4)], [[-1, math.nan]], 1.0, "not finite"),
     ([(2, 4)], [[-1, -math.inf]], 1.0, "not finite"),
-    ([(2, 4)], [[-1, -1]], math.nan, "advantage is nan"),
+    ([(2, 4)], [[-1, -1]], math.nan, r"advantages \[nan\]"),
     ([], [], 1.0, "no sampled token"),
 ])  # fmt: skip
 def test_bad_trajectory_is_refused_by_name(spans, logprobs, advantage, message):
     with pytest.raises(ValueError, match=f"^game 3, branch 5: .*{message}"):
-        make_datum([1, 2, 3, 4, 5, 6], spans, logprobs, advantage, name="game 3, branch 5")
+        make_datum([1, 2, 3, 4, 5, 6], spans, logprobs, [advantage] * len(spans), name="game 3, branch 5")
 
 
 # --- loss ---
@@ -182,7 +185,9 @@ def test_loss_and_gradient_equal_the_reference_in_every_clip_region(advantage):
     new = [value + math.log(ratio) for value, ratio in zip(old, RATIOS)]
     advantages = [advantage] * len(RATIOS)
     logprobs = torch.tensor(new, requires_grad=True)
-    loss = ppo_clip_loss(logprobs, torch.tensor(old), torch.tensor(advantages), 0.8, 1.2)
+    entropies, ones = torch.rand(len(RATIOS)), torch.ones(len(RATIOS))
+    scores = TokenScores(logprobs, torch.tensor(old), torch.tensor(advantages), entropies, ones, logprobs.detach())
+    loss = token_losses(scores, SIGNAL).sum()
     loss.backward()
     assert loss.item() == pytest.approx(reference_loss(new, old, advantages, 0.8, 1.2), abs=1e-5)
 
@@ -194,8 +199,7 @@ def test_loss_and_gradient_equal_the_reference_in_every_clip_region(advantage):
         clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
         assert logprobs.grad[i].item() == pytest.approx(0.0 if clipped else -advantage * ratio, abs=1e-5)
 
-    entropies = torch.rand(len(RATIOS))
-    metrics = update_metrics(logprobs.detach(), torch.tensor(old), torch.tensor(advantages), entropies, 0.8, 1.2)
+    metrics = update_metrics(scores._replace(logprobs=logprobs.detach()), SIGNAL)
     assert metrics["tokens/trained"] == len(RATIOS)
     assert metrics["train/clip_fraction"] == pytest.approx(2 / len(RATIOS))  # the two above 1.2, or the two below 0.8
     assert metrics["train/loss"] == loss.item()
@@ -300,9 +304,9 @@ def test_no_tensor_of_length_times_vocabulary_ever_exists(tmp_path):
     shape = SHAPE | {"vocab_size": vocabulary, "num_hidden_layers": 1, "head_dim": 8}
     base = save_model(tmp_path / "wide", Qwen3Config(**shape))
     policy = make_policy(base, head_chunk=4)
-    datum = make_datum(list(range(length)), [(1, length)], [[-7.0] * (length - 1)], 1.0)
+    datum = make_datum(list(range(length)), [(1, length)], [[-7.0] * (length - 1)], [1.0])
     with LargestTensor() as largest:
-        policy.accumulate(datum, 0.8, 1.2)
+        policy.accumulate(datum, SIGNAL)
     assert largest.numel <= vocabulary * width  # the head's own weight; 4 rows of logits are less
     with LargestTensor() as largest, torch.no_grad():
         policy.model(input_ids=datum.tokens_T[None])
@@ -317,7 +321,7 @@ def test_layers_recompute_in_backward(bases):
     calls = []
     for layer in policy._decoder.layers:
         layer.mlp.register_forward_pre_hook(lambda module, _: calls.append(module))
-    policy.accumulate(random_datum(), 0.8, 1.2)
+    policy.accumulate(random_datum(), SIGNAL)
     assert [calls.count(layer.mlp) for layer in policy._decoder.layers] == [2, 2]
 
 
@@ -336,7 +340,8 @@ def test_dropout_in_the_config_is_not_applied(bases, tmp_path):
 def test_gradient_is_the_same_to_the_bit_whether_activations_are_kept_or_computed_again(bases, base, lora_rank):
     kept, recomputed = (make_policy(bases[base], lora_rank=lora_rank, recompute=recompute) for recompute in (False, True))
     for seed in (1, 2):
-        assert torch.equal(kept.accumulate(random_datum(seed), 0.8, 1.2), recomputed.accumulate(random_datum(seed), 0.8, 1.2))
+        ours, theirs = (each.accumulate(random_datum(seed), SIGNAL) for each in (kept, recomputed))
+        assert all(map(torch.equal, ours, theirs))
     for ours, theirs in zip(kept.parameters, recomputed.parameters, strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 
@@ -377,7 +382,7 @@ def test_only_the_adapter_is_trained(bases, base):
     frozen = {name: value.clone() for name, value in policy.model.state_dict().items() if "lora_" not in name}
     adapter = [parameter.detach().clone() for parameter in policy.parameters]
     for seed in range(2):
-        policy.accumulate(random_datum(seed), 0.8, 1.2)
+        policy.accumulate(random_datum(seed), SIGNAL)
         assert all(("lora_" in name) == (p.grad is not None) for name, p in policy.model.named_parameters())
         policy.step(1.0)
         assert all(parameter.grad is None for parameter in policy.parameters)
@@ -425,7 +430,7 @@ def test_steps_on_a_positive_advantage_make_the_tokens_likelier(bases):
     policy, datum = make_policy(bases["qwen3_5_text"]), random_datum()
     before = policy.logprobs(datum)[0].detach()
     datum = replace(datum, old_logprobs_T=datum.old_logprobs_T.masked_scatter(datum.mask_T, before))
-    metrics = update_metrics(*policy.accumulate(datum, 0.8, 1.2), 0.8, 1.2)
+    metrics = update_metrics(policy.accumulate(datum, SIGNAL), SIGNAL)
     assert metrics["train/loss"] == pytest.approx(-0.7 * 18, rel=1e-5)  # ratio 1 everywhere
     assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5) and metrics["mismatch/max"] < 1e-5
     policy.step(1.0)
@@ -437,13 +442,13 @@ def test_infinite_loss_stops_before_its_gradient(bases):
     datum = random_datum(5, -1.0)
     datum = replace(datum, old_logprobs_T=datum.old_logprobs_T * 100)
     with pytest.raises(FloatingPointError, match="^game 5: loss is inf"):
-        policy.accumulate(datum, 0.8, 1.2)
+        policy.accumulate(datum, SIGNAL)
     assert all(parameter.grad is None for parameter in policy.parameters)
 
 
 def test_gradient_that_is_not_finite_stops_before_the_step(bases):
     policy = make_policy(bases["qwen3"])
-    policy.accumulate(random_datum(), 0.8, 1.2)
+    policy.accumulate(random_datum(), SIGNAL)
     before = [parameter.detach().clone() for parameter in policy.parameters]
     policy.parameters[3].grad[0, 0] = math.nan
     with pytest.raises(FloatingPointError, match="gradient norm is nan; no step was taken"):
@@ -470,7 +475,7 @@ def test_bf16_base_keeps_an_fp32_adapter_and_merges_in_fp32(bases):
     base, b, a = (state[f"{layer}.{part}.weight"] for part in ("base_layer", "lora_B.default", "lora_A.default"))
     assert base.dtype == torch.bfloat16 and merged.dtype == torch.float32
     torch.testing.assert_close(merged, base.float() + 32 / 4 * b @ a, atol=1e-6, rtol=0)
-    assert policy.accumulate(random_datum(), 0.8, 1.2).shape == (4, 18)
+    assert [part.shape for part in policy.accumulate(random_datum(), SIGNAL)] == [(18,)] * 6
     policy.step(1.0)
 
 
@@ -537,7 +542,7 @@ def test_training_goes_on_from_a_loaded_adapter(bases, tmp_path, monkeypatch):
     for _ in range(2):
         assert torch.equal(resumed.logprobs(datum)[0], policy.logprobs(datum)[0])
         for one in (policy, resumed):
-            one.accumulate(datum, 0.8, 1.2)
+            one.accumulate(datum, SIGNAL)
             one.step(1.0)
 
 
