@@ -31,7 +31,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import TASK_TYPES, Game, find_games, json_object, open_file, read_file, shuffle_games
+from data import (
+    HELD_OUT,
+    SPLITS,
+    TASK_TYPES,
+    Game,
+    find_games,
+    hold_out,
+    json_object,
+    open_file,
+    read_file,
+    shuffle_games,
+)
 from environment import EnvironmentSettings, WorldPool
 from protocol import ChatTokens, first_messages
 from rollout import (
@@ -67,7 +78,7 @@ from train import (
     resolve_sync,
 )
 
-EVALUATION_SPLITS = ("valid_seen", "valid_unseen")
+EVALUATION_SPLITS = (*SPLITS[1:], HELD_OUT)
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class EvalSettings:
     """Which model plays which games, and where the result goes."""
 
     data_root: str = flag("datasets/alfworld", "folder of the games: above json_2.1.1, json_2.1.1 itself or a split")
-    split: str = flag("all", "valid_seen, valid_unseen or all (both)")
+    split: str = flag("all", "valid_seen, valid_unseen, all (both), or held_out: what train.py --held-out-games keeps back")
+    held_out_games: int = flag(100, "how many training games --split held_out has; as in train.py")
     limit_per_split: int = flag(0, "play only the first N games of each shuffled split; 0 plays all")
     games_per_batch: int = flag(32, "games in flight at the same time")
     model_path: str = flag("", "sampler weights that train.py saved; the base model plays if empty")
@@ -89,14 +101,20 @@ class EvalSettings:
     swanlab_mode: str = flag("disabled", "online, local, offline or disabled")
 
     def __post_init__(self) -> None:
-        require(self.split in (*EVALUATION_SPLITS, "all"), "split", self.split, "valid_seen, valid_unseen or all")
+        require(self.split in (*EVALUATION_SPLITS, "all"), "split", self.split, " or ".join((*EVALUATION_SPLITS, "all")))
+        require(self.held_out_games >= 1, "held_out_games", self.held_out_games, "at least 1")
         require(self.limit_per_split >= 0, "limit_per_split", self.limit_per_split, "0 or more")
         require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
         require(self.games_per_batch >= 1, "games_per_batch", self.games_per_batch, "at least 1")
 
     @property
     def splits(self) -> tuple[str, ...]:
-        return EVALUATION_SPLITS if self.split == "all" else (self.split,)
+        return SPLITS[1:] if self.split == "all" else (self.split,)
+
+    def games_of(self, split: str) -> list[Game]:
+        if split == HELD_OUT:
+            return hold_out(find_games(self.data_root, "train"), self.held_out_games)[1]
+        return find_games(self.data_root, split)
 
 
 # The published evaluation: nearly greedy.
@@ -409,7 +427,7 @@ async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: Enviro
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)
     games: list[Game] = []
     for split in settings.splits:
-        games += shuffle_games(find_games(settings.data_root, split), play.seed)[: settings.limit_per_split or None]
+        games += shuffle_games(settings.games_of(split), play.seed)[: settings.limit_per_split or None]
     check_model(play)
     model = describe_model(settings, play.base_model)
     if model.model_path and not model.rank:

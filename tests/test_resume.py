@@ -18,6 +18,9 @@ from conftest import ROOT, processes_of, settings
 from train import CHECKSUMS, read_checkpoint
 
 
+METER = ("--eval-every", 2, "--eval-split", "valid_seen", "--eval-games", 3)
+
+
 class Command:
     """One of the project's scripts, running, with its output in a file."""
 
@@ -65,7 +68,7 @@ class Command:
 
 def metrics_of(home):
     lines = [json.loads(line) for line in (home / "runs/one/metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(("time/", "eval/"))} for line in lines]
 
 
 def assert_same_run(home, other, update):
@@ -117,7 +120,7 @@ def test_stopped_killed_and_resumed_is_the_unbroken_run(trained, warm_model, tmp
     assert "Starting the engine" not in command.output and metrics.read_bytes() == kept
 
     # kill -9 once the next update is saved; a planned save each update now, which alters no result
-    command = Command(tmp_path, "train.py", "--resume", "auto", "--run-name", "one", "--save-every", 1)
+    command = Command(tmp_path, "train.py", "--resume", "auto", "--run-name", "one", "--save-every", 1, *METER)
     assert command.wait_for(lambda: (checkpoints / f"update-{done + 1:04d}" / CHECKSUMS).exists())
     command.signal(signal.SIGKILL)
     assert f"Going on after update {done} from" in command.output
@@ -126,6 +129,35 @@ def test_stopped_killed_and_resumed_is_the_unbroken_run(trained, warm_model, tmp
     command = Command(tmp_path, "train.py", "--resume", "runs/one")
     assert command.end() == 0, command.output[-3000:]
     assert_same_run(tmp_path, trained[0], 4)
+    # the meter, which came in on the way and has not moved the run
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert 0 <= last["eval/success_low"] <= last["eval/success"] <= last["eval/success_high"] <= 1
+    assert (checkpoints / "best").resolve().name in ("update-0002", "update-0004")
+    records = [json.loads(line) for line in (tmp_path / "runs/one/evals/update-0004.jsonl").read_text().splitlines()]
+    assert [record["split"] for record in records] == ["valid_seen"] * 3 and {record["update"] for record in records} == {4}
+    assert last["eval/success"] == sum(record["won"] for record in records) / 3
+    assert last["eval/steps"] == sum(record["steps"] for record in records) / 3
+
+
+@pytest.mark.slow
+def test_every_choice_resumes_to_the_bit(warm_model, tmp_path_factory):
+    choices = (
+        "--held-out-games", 6, "--eval-every", 2, "--fill-groups", 2, "--horizon", "4,6", "--horizon-every", 2, "--epochs", 2,
+        "--minibatches", 2, "--kl-coefficient", 0.01, "--entropy-coefficient", 0.001, "--loss-sum", "turn-mean",
+        "--learning-rate-schedule", "cosine", "--warmup-updates", 1, "--save-every", 2, "--max-mismatch-kl", 1,
+    )  # fmt: skip
+    homes = [tmp_path_factory.mktemp(name) for name in ("unbroken", "broken")]
+    assert Command(homes[0], *settings(warm_model, 4), *choices).end() == 0
+    command = Command(homes[1], *settings(warm_model, 4), *choices)
+    assert command.wait_for(lambda: (homes[1] / "runs/one/checkpoints/latest").exists())
+    command.signal(signal.SIGKILL)
+    command = Command(homes[1], "train.py", "--resume", "runs/one")
+    assert command.end() == 0, command.output[-3000:]
+    assert_same_run(homes[1], homes[0], 4)
+    lines = [json.loads(line) for line in (homes[0] / "runs/one/metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/horizon"] for line in lines] == [4, 4, 6, 6]
+    assert all(line["train/optimizer_steps"] >= 2 for line in lines if "train/grad_norm" in line)
+    assert all(line["train/kl_base"] >= 0 for line in lines if "train/grad_norm" in line)
 
 
 @pytest.mark.slow
