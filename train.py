@@ -305,7 +305,7 @@ class Policy:
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities (temperature 1) of tokens[1:], as `Sampler.score` gives the engine's."""
-        datum = make_datum(tokens, [(1, len(tokens))], [[0.0] * (len(tokens) - 1)], 0.0, "a text to score")
+        datum = make_datum(tokens, [(1, len(tokens))], [[0.0] * (len(tokens) - 1)], [0.0], name="a text to score")
         return self.measure(datum, temperature=1.0).tolist()
 
     def accumulate(self, datum: TrainingDatum, signal: SignalSettings) -> TokenScores:
