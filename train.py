@@ -57,7 +57,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from advantages import group_advantages
-from data import Game, batch_of_games, find_games, json_object, read_file, shuffle_games
+from data import batch_of_games, find_games, json_object, read_file, shuffle_games, told_by_kind
 from environment import EnvironmentSettings, WorldPool
 from protocol import PrefixViolation, check_prefix_extension
 from rollout import (
@@ -74,6 +74,7 @@ from rollout import (
     first_line,
     first_prompt_of,
     flag,
+    games_of_update,
     gather_or_cancel,
     is_hybrid,
     load_chat_tokens,
@@ -2093,12 +2094,16 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         if settings.resume:
             progress = read_checkpoint(checkpoint) if checkpoint else replace(progress, settings=read_run_settings(run_dir))
             check_resumable(progress, everything, digest)
-        await check_first_prompts(chat, pool, games[: settings.games_per_batch], play)
+        first_games, _ = await games_of_update(pool, games, 0, settings.games_per_batch)
+        await check_first_prompts(chat, pool, first_games, play)
         if not settings.resume:
             make_run_dir(run_dir, everything)
         log = stack.enter_context(
             RunLog(run_dir, run_dir.name, settings.swanlab_project, settings.swanlab_mode, everything, progress.metrics_bytes)
         )
+        start, total = (update * settings.games_per_batch for update in (progress.update, settings.max_steps))
+        to_come = [games[place % len(games)].path for place in range(start, min(total, start + len(games)))]
+        stack.callback(asyncio.ensure_future(pool.compile_ahead(to_come)).cancel)
         if checkpoint:
             _point_to(checkpoint)
         saved = progress.update  # whatever checkpoints of later updates there are
@@ -2125,7 +2130,7 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         await card.to_engine(policy)
         sync = WeightSync(policy, sampler, way, dtype, run_dir / "sampler-weights")
         stack.callback(sync.close)
-        probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
+        probe = (await first_prompt_of(chat, pool, first_games[0], play))[:PROBE_TOKENS]
         if way == "adapter":
             gap = await rehearse_adapter(policy, sampler, sync, card, probe)
             print(f"A random adapter reached the engine: {gap:.1%} of its effect is missing or noise", flush=True)
@@ -2148,9 +2153,6 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
               f"{agreement['mismatch/max']:.1e}) over {len(probe) - 1} tokens", flush=True)  # fmt: skip
         check_mismatch(agreement, settings.max_mismatch_kl)
 
-        def batch(update: int) -> list[Game]:
-            return batch_of_games(games, update, settings.games_per_batch)
-
         def save() -> None:
             nonlocal saved
             folder = save_checkpoint(run_dir, policy, progress, settings.keep_checkpoints)
@@ -2160,16 +2162,21 @@ async def lead(settings: TrainSettings, play: RolloutSettings, worlds: Environme
         async def roll(update: int) -> tuple[list[list[Trajectory]], dict[str, float]]:
             """An update's trajectories, and what sampling them took."""
             started, counted, faults = time.monotonic(), sampler.counts, pool.faults
+            batch, left_out = await games_of_update(pool, games, update, settings.games_per_batch)
+            for line in told_by_kind(left_out):
+                tqdm.write(f"update {update + 1} goes on without {line}", file=sys.stderr)
             if update + 1 < settings.max_steps:
-                pool.prefetch(game.path for game in batch(update + 1))
+                following = batch_of_games(games, update + 1, settings.games_per_batch, pool.unplayable)
+                pool.prefetch(game.path for game in following)
             with tqdm(total=settings.games_per_batch * settings.group_size, desc="trajectories", leave=False) as bar:
                 groups = await gather_or_cancel(
                     play_group(sampler, chat, pool, game, settings.group_size, update, play, lambda _: bar.update())
-                    for game in batch(update)
+                    for game in batch
                 )
             counts = sampler.counts.since(counted)
             return groups, {
                 "rollout/env_faults": pool.faults - faults,
+                "rollout/games_left_out": len(left_out),
                 "rollout/preempted": counts.preempted,
                 "tokens/prompt_read": counts.prompt,
                 "tokens/prompt_computed": counts.computed,
