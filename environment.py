@@ -29,6 +29,7 @@ import importlib.metadata
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -46,18 +47,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from data import json_object, read_file
+from data import GET_DATA, OLDER_RELEASE, DataError, how_to_get_games, is_older_release, read_game, save, saved, shown
+from data import told_by_kind
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
-CACHE_FORMAT = 1  # part of the cache key: raise it whenever the tables or the way they are made change
+# A game with more than this is refused before much is done with it; behind each number the most of any official game.
+LARGEST_TEXTS = {"pddl_domain": 200_000, "grammar": 200_000, "pddl_problem": 1_000_000}  # 17,200; 13,111; 104,757
+MOST_OBJECTS = 5_000  # 363
+MOST_LITERALS = 1_000  # of a condition (the goal, for one) with its alternatives written out; 14
+MOST_PARAMETERS = 30  # that an action, an effect or a goal binds; 6
+MOST_ATOMS = 1_000_000  # that grounding meets, each as often as it does; 70,144
+MOST_PAIRS = 10_000_000  # of effects of one ground action, over all of them; 59,071
+MOST_SUBTYPES = 10_000  # combinations in which the arguments of a fact that texts ask for may be typed; 49
+CACHE_FORMAT = 2  # part of the cache key: raise it whenever the tables or the way they are made change
 LARGEST_WORLD = 64 * 2**20  # bytes of JSON; official games have up to 0.6 MB
 MOST_MEMORY = 4 * 2**30  # bytes for a worker's data; official games need 0.2 GB while they are compiled
 PACKAGES = ("alfworld", "textworld", "fast-downward-textworld")  # their versions are part of the cache key
 TASK_PREFIX = "Your task is to: "
-GET_DATA = "get the games of ALFWorld's data release 2.1.3 (json_2.1.3_tw-pddl.zip; `alfworld-download -f`)"
 
 
-class GameError(ValueError):
+class GameError(DataError):
     """A game file that cannot be played: missing, broken, of an older release, or in a language not known here."""
 
 
@@ -108,20 +117,11 @@ class _NotUnderstood(Exception):
 def _read_game(game_file: Path) -> tuple[dict[str, str], str]:
     """The game's texts and the cache key: a hash of the file's bytes, the libraries' versions and our format."""
     try:
-        content = read_file(game_file)
-    except OSError as error:
-        raise GameError(f"{game_file}: cannot be read ({error.strerror}); {GET_DATA}") from None
-    try:
-        game = json_object(content)
-        texts = {key: game.get(key) for key in ("pddl_domain", "grammar", "pddl_problem")}
-        for key, text in texts.items():
-            if not isinstance(text, str):
-                raise ValueError(f"has no text under {key!r}")
-            text.encode()  # half a character, which no tokenizer takes, is a ValueError
-    except ValueError as error:
-        raise GameError(f"{game_file}: broken or cut short ({error}); {GET_DATA}") from None
-    if re.search(r'template\s*::\s*"put [^"]*in/on', texts["grammar"]):
-        raise GameError(f'{game_file}: an older data release ("put X in/on Y" for "move X to Y"); {GET_DATA}')
+        texts, content = read_game(game_file)
+    except DataError as error:
+        raise GameError(str(error)) from None
+    if is_older_release(texts["grammar"]):
+        raise GameError(f"{game_file}: {OLDER_RELEASE}")
     return texts, hashlib.sha256(content + _versions()).hexdigest()
 
 
@@ -130,90 +130,43 @@ def _versions() -> bytes:
     return repr([CACHE_FORMAT, *(importlib.metadata.version(name) for name in PACKAGES)]).encode()
 
 
-def _cached_game(game_file: Path) -> bytes | None:
-    """The compiled game from the disk, or None. Raises GameError if the game file itself is not fit to be compiled."""
-    return _read_cache(game_file, _read_game(game_file)[1])
-
-
-def _read_cache(game_file: Path, key: str) -> bytes | None:
-    """What the cache holds, or None if it is not there, damaged, or made from other content or by other versions."""
-    try:
-        head, _, payload = read_file(game_file.parent / CACHE_NAME).partition(b"\n")
-    except OSError:
-        return None
-    return payload if head == _cache_head(key, payload) else None
-
-
-def _write_cache(game_file: Path, key: str, payload: bytes) -> None:
-    """Replace the cache file in one move, so that readers and other writers never see half of one."""
-    with contextlib.suppress(OSError):  # a folder that cannot be written only means compiling again next time
-        # not tempfile's, which nobody else could read who shares the games
-        name = game_file.with_name(f"{CACHE_NAME}{os.urandom(8).hex()}")
-        try:
-            with open(name, "xb") as file:
-                file.write(_cache_head(key, payload) + b"\n" + payload)
-            os.replace(name, game_file.parent / CACHE_NAME)
-        except OSError:
-            os.unlink(name)
-
-
-def _cache_head(key: str, payload: bytes) -> bytes:
-    return f"{key} {hashlib.sha256(payload).hexdigest()}".encode()
-
-
-def compile_game(game_file: Path) -> bytes:
+def compile_game(game_file: Path, ground: bool = True) -> bytes:
     """Compile one game, or read it back from its cache. Returns JSON under zlib, the input of `World`.
 
-    Raises GameError, which names the file and the remedy.
+    Without `ground` a game that has no cache is only checked, as far as that takes milliseconds: b"" is returned.
+    Raises GameError, in one line that names the file and the remedy.
     """
     texts, key = _read_game(game_file)
-    cached = _read_cache(game_file, key)
-    if cached is not None:
+    if (cached := saved(game_file.parent / CACHE_NAME, key)) is not None:
         return cached
-    with _understanding(game_file):
-        game = _understand(texts, ground=True)
-        payload = zlib.compress(json.dumps(game, separators=(",", ":")).encode(), 1)
-        World(payload).start()  # a text that cannot be said shows here, not in an episode
-    _write_cache(game_file, key, payload)
-    return payload
-
-
-def check_game(game_file: Path) -> None:
-    """Raise GameError if the game cannot be compiled, as far as can be told without grounding it (milliseconds)."""
-    texts, key = _read_game(game_file)
-    if _read_cache(game_file, key) is None:
-        with _understanding(game_file):
-            _understand(texts, ground=False)
-
-
-@contextlib.contextmanager
-def _understanding(game_file: Path) -> Iterator[None]:
-    """Turn whatever a game's texts do to the work in here into a GameError of one line."""
-    collecting = gc.isenabled()
-    gc.disable()  # grounding makes many small objects and no garbage: the collector would take half of the time
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):  # the translator talks
-            yield
-    except _NotUnderstood as error:
-        raise GameError(f"{game_file}: not understood: {_one_line(error)}; {GET_DATA}") from None
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):  # translators talk
+            compiled = _compile(texts, ground)
     except (Exception, SystemExit) as error:  # the libraries' parsers answer bad text with whatever they trip over
-        reason = f"{type(error).__name__}: {_one_line(error)}"
-        raise GameError(f"{game_file}: cannot be compiled ({reason}); {GET_DATA}") from error
-    finally:
-        if collecting:
-            gc.enable()
+        missing = isinstance(error.__cause__, StopIteration)  # where fast_downward's parsers wanted to read on
+        reason = "a part of the PDDL is missing" if missing else " ".join(str(error).split())[:300]
+        known = isinstance(error, _NotUnderstood)
+        what = f"not understood: {reason}" if known else f"cannot be compiled ({type(error).__name__}: {reason})"
+        raise GameError(f"{game_file}: {what}; {GET_DATA}") from error
+    if ground:
+        save(game_file.parent / CACHE_NAME, key, compiled)
+    return compiled
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def _understand(texts: dict[str, str], ground: bool) -> dict | None:
+def _compile(texts: dict[str, str], ground: bool) -> bytes:
+    for name, most in LARGEST_TEXTS.items():
+        if len(texts[name]) > most:
+            raise _NotUnderstood(f"{name} has more than {most:,} characters")
     template, task = _split_task(texts["grammar"])
     language = _language(template)
     problem = _parse_problem(texts["pddl_domain"], texts["pddl_problem"])
     said = _action_texts(problem, language)
-    return {**_ground(problem, said, language), "task": task, "rules": language.rules} if ground else None
+    if not ground:
+        return b""
+    game = {**_ground(problem, said, language), "task": task, "rules": language.rules}
+    compiled = zlib.compress(json.dumps(game, separators=(",", ":")).encode(), 1)
+    World(compiled).start()  # a text that cannot be said shows here, not in an episode
+    return compiled
 
 
 # ---------------------------------------------------------------------------------------------------- language
@@ -299,17 +252,16 @@ def _language(grammar: str) -> _Language:
         if name in broken:
             raise _NotUnderstood(broken[name])
         if name in rules:
-            if not rules[name]:  # still being read
-                raise _NotUnderstood(f"the rule {name!r} uses itself")
             return
-        rules[name] = []
+        broken[name] = f"the rule {name!r} uses itself"  # while it is being read
         try:
             alternatives = logic.grammar._rules.get(name)
             if not alternatives:
                 raise _NotUnderstood(f"the grammar has no rule {name!r}")
             if alternatives[-1].condition:
                 raise _NotUnderstood(f"the last alternative of the rule {name!r} has a condition")
-            rules[name] += [[query(each.condition), nodes(each.rhs)] for each in alternatives]
+            rules[name] = [[query(each.condition), nodes(each.rhs)] for each in alternatives]
+            del broken[name]
         except _NotUnderstood as error:
             broken[name] = str(error)
             raise
@@ -337,9 +289,10 @@ def _action_texts(task, language: _Language) -> dict[str, tuple[list, list]]:
         for parameter in parameters:
             if language.types.get(parameter.name[1:], parameter.type_name) != parameter.type_name:
                 raise _NotUnderstood(f"{parameter.name} has another type in the texts of {action.name!r}")
-        unknown = _unbound(texts[1], frozenset(parameter.name[1:] for parameter in parameters), language.rules, set())
+        bound = frozenset(parameter.name[1:] for parameter in parameters)
+        unknown = sorted({variable for variable, free in _named(texts[1], bound, language.rules, set()) if free})
         if unknown:
-            raise _NotUnderstood(f"the feedback of {action.name!r} names {sorted(unknown)}, which nothing stands for")
+            raise _NotUnderstood(f"the feedback of {action.name!r} names {unknown}, which nothing stands for")
     return {action.name: language.actions[action.name] for action in task.actions}
 
 
@@ -375,9 +328,67 @@ def _parse_problem(domain: str, problem: str):
         sys.argv = arguments
 
     parse = lisp_parser.parse_nested_list
-    task = parsing_functions.parse_task(parse(domain.split("\n")), parse(problem.split("\n")))
+    sections = parse(problem.split("\n"))
+    for name in (":domain", ":init", ":goal"):
+        if [name] not in [section[:1] for section in sections]:
+            raise _NotUnderstood(f"the problem has no {name}")
+    task = parsing_functions.parse_task(parse(domain.split("\n")), sections)
+    if len(task.objects) > MOST_OBJECTS:
+        raise _NotUnderstood(f"more than {MOST_OBJECTS:,} objects")
+    for proxy in normalize.all_conditions(task):
+        if _written_out(proxy.condition)[1] > MOST_LITERALS:
+            whose = "the goal" if proxy.owner is task else "a condition of the domain"
+            raise _NotUnderstood(f"{whose} has more than {MOST_LITERALS:,} literals with its alternatives written out")
     normalize.normalize(task)
+    binders = [*task.actions, *task.axioms, *(effect for action in task.actions for effect in action.effects)]
+    if any(len(binder.parameters) > MOST_PARAMETERS for binder in binders):
+        raise _NotUnderstood(f"an action or a condition binds more than {MOST_PARAMETERS} variables")
     return task
+
+
+def _written_out(condition) -> tuple[int, int]:
+    """How many alternatives a condition becomes when its disjunctions are pulled to the front; the literals in them."""
+    from fast_downward.translate import pddl
+
+    if isinstance(condition, pddl.UniversalCondition):  # the translator replaces it by what makes it false
+        return _written_out(condition.parts[0].negate())
+    sizes = [_written_out(part) for part in condition.parts]
+    if isinstance(condition, pddl.Conjunction):
+        alternatives = math.prod(count for count, _ in sizes)
+        return alternatives, sum(alternatives // count * literals for count, literals in sizes)
+    return (sum(count for count, _ in sizes), sum(literals for _, literals in sizes)) if sizes else (1, 1)
+
+
+def _explore(task) -> tuple[list, list]:
+    """The task's ground actions and axioms: `instantiate.explore` of fast_downward with bounds on its work."""
+    from fast_downward.translate import build_model, instantiate, pddl, pddl_to_prolog
+
+    program = pddl_to_prolog.translate(task)
+    unifier = build_model.Unifier(build_model.convert_rules(program))
+    queue = build_model.Queue(sorted(fact.atom for fact in program.facts))
+
+    def push(predicate, arguments: list[str]) -> None:
+        if queue.num_pushes >= MOST_ATOMS:
+            raise _NotUnderstood(f"grounding meets more than {MOST_ATOMS:,} atoms")
+        queue.push(predicate, arguments)
+
+    while queue:
+        atom = queue.pop()
+        for rule, place in unifier.unify(atom):
+            rule.update_index(atom, place)
+            rule.fire(atom, place, push)
+    things = instantiate.get_objects_by_type(task.objects, task.types)
+    effects = {
+        action: sum(math.prod(len(things[each.type_name]) for each in effect.parameters) for effect in action.effects)
+        for action in task.actions
+    }
+    found = collections.Counter(atom.predicate for atom in queue.queue if isinstance(atom.predicate, pddl.Action))
+    if sum(count * effects[action] ** 2 for action, count in found.items()) > MOST_PAIRS:  # each is held against each
+        raise _NotUnderstood(f"the ground actions have more than {MOST_PAIRS:,} pairs of effects")
+    reachable, _, actions, axioms, _ = instantiate.instantiate(task, queue.queue)
+    if not reachable:
+        raise _NotUnderstood("the goal cannot be reached")
+    return actions, axioms
 
 
 def _ground(task, said: dict[str, tuple[list, list]], language: _Language) -> dict:
@@ -386,76 +397,49 @@ def _ground(task, said: dict[str, tuple[list, list]], language: _Language) -> di
     The translator's later step to finite-domain variables is left out: with the options TextWorld gives it every
     variable is one atom, so what the step does to operators comes down to `_effects`.
     """
-    from fast_downward.translate import instantiate
-
     initial = _initial_atoms(task)
-    reachable, _, ground_actions, axioms, _ = instantiate.explore(task)
-    if not reachable:
-        raise _NotUnderstood("the goal cannot be reached")
+    ground_actions, axioms = _explore(task)
     goal = _goal(task, axioms)
-    operators = []
-    for action in ground_actions:
-        name, *arguments = action.name.strip("()").split()
-        needs = {_key(literal) for literal in action.precondition if not literal.negated}
-        forbids = {_key(literal) for literal in action.precondition if literal.negated}
-        effects = _effects(action, needs, forbids)
-        if effects and not needs & forbids:
-            operators.append(_Operator(name, tuple(arguments), needs, forbids, effects))
-    parameters = {
-        action.name: [parameter.name[1:] for parameter in action.parameters[: action.num_external_parameters]]
-        for action in task.actions
-    }
-
-    # Bits go to the atoms that anything reads; what is only written (`checked`) leaves no trace in a state.
-    bits: dict[tuple, int] = {}
-    asked = {predicate for predicate, _ in language.queries}
-    for needs, forbids in itertools.chain(goal, ((operator.needs, operator.forbids) for operator in operators)):
-        for atom in sorted(needs | forbids):
-            bits.setdefault(atom, len(bits))
-    for operator in operators:
-        for atom, value, condition in operator.effects:
-            for part in sorted(condition):
-                bits.setdefault(part[:2], len(bits))
-            for predicate in {atom[0], f"not_{atom[0]}"} & asked:
-                if condition:
-                    raise _NotUnderstood(f"texts ask for {predicate!r}, which has a conditional effect")
-                bits.setdefault((predicate, atom[1]), len(bits))
+    parameters = {action.name: action.parameters[: action.num_external_parameters] for action in task.actions}
+    operators = _operators(ground_actions, parameters)
+    bits = _bits(goal, operators, {predicate for predicate, _ in language.queries})
 
     def numbers(atoms: Iterable) -> list[int]:
         return sorted(bits[atom] for atom in atoms if atom in bits)
 
-    entities = sorted({argument for _, arguments in initial for argument in arguments})
-    names = _names(entities)
-    entity_numbers = {entity: number for number, entity in enumerate(entities)}
+    type_of = {thing.name: thing.type_name for thing in task.objects}
+    names = _names(sorted({argument for _, arguments in initial for argument in arguments}))
+    # In stock an argument has the type of its parameter, and facts know things by their own. Where the two differ, what
+    # the texts call by the variable is in no fact: it gets a number of its own, as if it were another thing.
+    numbered = {(entity, type_of[entity]): number for number, entity in enumerate(names)}
     started = collections.Counter(predicate for predicate, _ in initial)
     kinds = collections.Counter(atom[0] for atom in set().union(*(operator.needs for operator in operators)))
     actions = sorted(said)
     meanings: dict[str, list] = {}
     rows = []
     for operator in operators:
-        binding = dict(zip(parameters[operator.action], operator.arguments))
-        command = _command(said[operator.action][0], binding, dict(zip(entities, names)), operator, initial)
+        command = _command(said[operator.action][0], operator, names, type_of, initial)
         meanings.setdefault(command, []).append(operator)
         # An operator is filed under one atom it needs, of a predicate that is true of few things at a time (where
         # the agent is, what it holds): a step opens only the files of true atoms.
         watch = min(operator.needs, key=lambda atom: (max(1, started[atom[0]]), -kinds[atom[0]], atom), default=None)
         row = [numbers(operator.needs - {watch}), numbers(operator.forbids), *_changes(operator, numbers)]
-        row += [actions.index(operator.action), [entity_numbers[argument] for argument in operator.arguments]]
-        rows.append((bits.get(watch, -1), command, row))
-    words = {name: _variables(feedback, language.rules, set()) for name, (_, feedback) in said.items()}
-    _refuse_ambiguous(meanings, initial, parameters, words)
+        arguments = [numbered.setdefault(typed, len(numbered)) for typed in operator.binding.values()]
+        rows.append((bits.get(watch, -1), command, [*row, actions.index(operator.action), arguments]))
+    words = {name: dict(_named(feedback, frozenset(), language.rules, set())) for name, (_, feedback) in said.items()}
+    _refuse_ambiguous(meanings, initial, words)
     ranks = {command: rank for rank, command in enumerate(sorted(meanings))}
     files: dict[int, dict[int, list]] = {}
     for watch, command, row in rows:
         files.setdefault(watch, {}).setdefault(ranks[command], []).append(row)
     return {
-        "entities": {"name": names, "id": entities},
+        "entities": {"name": [names[entity] for entity, _ in numbered], "id": [entity for entity, _ in numbered]},
         "commands": list(ranks),
-        "actions": [[parameters[name], said[name][1]] for name in actions],
+        "actions": [[[parameter.name[1:] for parameter in parameters[name]], said[name][1]] for name in actions],
         "files": [[watch, list(by_rank.items())] for watch, by_rank in files.items()],
         "start": numbers(initial),
         "goal": [[numbers(needs), numbers(forbids)] for needs, forbids in goal],
-        "facts": _fact_tables(task, language, initial, bits, entity_numbers),
+        "facts": _fact_tables(task, language, initial, bits, numbered),
     }
 
 
@@ -482,10 +466,42 @@ class _Operator:
     """A ground action. An atom is (predicate, arguments); an effect (atom, new value, condition)."""
 
     action: str
-    arguments: tuple[str, ...]
+    binding: dict[str, tuple[str, str]]  # variable -> (argument, the parameter's type)
     needs: set[tuple]
     forbids: set[tuple]
     effects: list[tuple]
+
+
+def _operators(ground_actions: list, parameters: dict[str, list]) -> list[_Operator]:
+    """The actions that can be done and change something."""
+    operators = []
+    for action in ground_actions:
+        name, *arguments = action.name.strip("()").split()
+        needs = {_key(literal) for literal in action.precondition if not literal.negated}
+        forbids = {_key(literal) for literal in action.precondition if literal.negated}
+        effects = _effects(action, needs, forbids)
+        if effects and not needs & forbids:
+            given = zip(parameters[name], arguments, strict=True)
+            binding = {parameter.name[1:]: (argument, parameter.type_name) for parameter, argument in given}
+            operators.append(_Operator(name, binding, needs, forbids, effects))
+    return operators
+
+
+def _bits(goal: list, operators: list[_Operator], asked: set[str]) -> dict[tuple, int]:
+    """Bits for the atoms that anything reads; what is only written (`checked`) leaves no trace in a state."""
+    bits: dict[tuple, int] = {}
+    for needs, forbids in itertools.chain(goal, ((operator.needs, operator.forbids) for operator in operators)):
+        for atom in sorted(needs | forbids):
+            bits.setdefault(atom, len(bits))
+    for operator in operators:
+        for atom, value, condition in operator.effects:
+            for part in sorted(condition):
+                bits.setdefault(part[:2], len(bits))
+            for predicate in {atom[0], f"not_{atom[0]}"} & asked:
+                if condition:
+                    raise _NotUnderstood(f"texts ask for {predicate!r}, which has a conditional effect")
+                bits.setdefault((predicate, atom[1]), len(bits))
+    return bits
 
 
 def _effects(action, needs: set, forbids: set) -> list[tuple]:
@@ -547,34 +563,36 @@ def _changes(operator: _Operator, numbers) -> list:
     return [numbers(plain[0]), numbers(plain[1]), conditional]
 
 
-def _names(entities: list[str]) -> list[str]:
+def _names(entities: list[str]) -> dict[str, str]:
     """The names alfworld gives to all entities that occur in a fact ("mug 2")."""
     from alfworld.agents.utils.misc import Demangler
 
     demangler = Demangler(game_infos={entity: types.SimpleNamespace(id=entity) for entity in entities})
-    return [demangler.demangle_alfred_name(entity) for entity in entities]
+    return {entity: demangler.demangle_alfred_name(entity) for entity in entities}
 
 
-def _command(nodes: list, binding: dict[str, str], names: dict[str, str], operator: _Operator, initial: set) -> str:
+def _command(nodes: list, operator: _Operator, names: dict[str, str], type_of: dict[str, str], initial: set) -> str:
     """A command's text. The query in stock's "go to [{r.name | ...}]" may only repeat what the operator needs."""
     text = ""
     for kind, *node in nodes:
         if kind == "text":
             text += node[0]
         elif kind == "attr":
-            text += names[binding[node[0]]] if node[1] == "name" else binding[node[0]]
+            entity = operator.binding[node[0]][0]
+            text += names[entity] if node[1] == "name" else entity
         elif kind == "list":
             for predicate, variables, _ in node[1]:
-                atom = (predicate, tuple(binding.get(variable) for variable in variables))
+                typed = [operator.binding.get(variable, ("", "")) for variable in variables]
+                atom = (predicate, tuple(entity for entity, type_ in typed if type_of.get(entity) == type_))
                 if atom not in initial and atom not in operator.needs:
                     raise _NotUnderstood(f"the command of {operator.action!r} depends on {predicate!r}")
-            text += _command(node[0], binding, names, operator, initial)
+            text += _command(node[0], operator, names, type_of, initial)
         else:
             raise _NotUnderstood(f"the command of {operator.action!r} depends on the rule {node[0]!r}")
     return text
 
 
-def _refuse_ambiguous(meanings: dict[str, list], initial: set, parameters: dict, words: dict[str, set[str]]) -> None:
+def _refuse_ambiguous(meanings: dict[str, list], initial: set, words: dict[str, dict]) -> None:
     """Refuse games in which one command could mean different things in one state: stock's pick is its planner's.
 
     Harmless are operators with the same effects and the same words, and those that need different atoms of a
@@ -595,8 +613,7 @@ def _refuse_ambiguous(meanings: dict[str, list], initial: set, parameters: dict,
     for command, same in meanings.items():
         outcomes: dict[frozenset, list] = {}
         for operator in same:
-            binding = zip(parameters[operator.action], operator.arguments)
-            said = sorted(pair for pair in binding if pair[0] in words[operator.action])
+            said = sorted(pair for pair in operator.binding.items() if pair[0] in words[operator.action])
             place = frozenset(atom for atom in operator.needs if atom[0] in single)
             outcomes.setdefault(place, []).append((operator.action, said, operator.effects))
         if any(each != same[0] for same in outcomes.values() for each in same):
@@ -605,41 +622,28 @@ def _refuse_ambiguous(meanings: dict[str, list], initial: set, parameters: dict,
             raise _NotUnderstood(f"the command {command!r} has two meanings")
 
 
-def _variables(nodes: list, rules: dict, seen: set[str]) -> set[str]:
-    """The variables that a text, with the rules it uses, names anywhere."""
-    found: set[str] = set()
+def _named(nodes: list, bound: frozenset, rules: dict, seen: set) -> Iterator[tuple[str, bool]]:
+    """The variables that a text, with the rules it uses, names anywhere.
+
+    With each comes whether it is shown there without having an entity, if `bound` have one.
+    """
     for kind, *node in nodes:
         if kind == "attr":
-            found.add(node[0])
+            yield node[0], node[0] not in bound
         elif kind == "either":
-            found |= _variables(node, rules, seen)
-        elif kind == "rule" and node[0] not in seen:
-            for query, inner in rules[node[0]]:
-                found |= {variable for step in query or [] for variable in step[1]}
-                found |= _variables(inner, rules, seen | {node[0]})
+            yield from _named(node, bound, rules, seen)
         elif kind in ("each", "list"):
-            found |= {variable for step in node[1] for variable in step[1]} | _variables(node[0], rules, seen)
-    return found
-
-
-def _unbound(nodes: list, bound: frozenset, rules: dict, seen: set) -> set[str]:
-    """The variables that a text shows without having an entity for them, if `bound` have one."""
-    found: set[str] = set()
-    for kind, *node in nodes:
-        if kind == "attr":
-            found |= {node[0]} - bound
-        elif kind == "either":
-            found |= _unbound(node, bound, rules, seen)
-        elif kind in ("each", "list"):
-            found |= _unbound(node[0], bound.union(*(step[1] for step in node[1])), rules, seen)
+            asked = frozenset(variable for step in node[1] for variable in step[1])
+            yield from ((variable, False) for variable in asked)
+            yield from _named(node[0], bound | asked, rules, seen)
         elif kind == "rule" and (node[0], bound) not in seen:
             seen.add((node[0], bound))
-            for _, inner in rules[node[0]]:
-                found |= _unbound(inner, bound, rules, seen)
-    return found
+            for query, inner in rules[node[0]]:
+                yield from ((variable, False) for step in query or [] for variable in step[1])
+                yield from _named(inner, bound, rules, seen)
 
 
-def _fact_tables(task, language: _Language, initial: set, bits: dict, entity_numbers: dict) -> list:
+def _fact_tables(task, language: _Language, initial: set, bits: dict, numbered: dict) -> list:
     """For every (predicate, types) that texts ask for: its possible facts in stock's order, [arguments, bit or -1].
 
     Stock goes through the subtypes of the asked types in a fixed order, and through the facts of each sorted by
@@ -660,11 +664,14 @@ def _fact_tables(task, language: _Language, initial: set, bits: dict, entity_num
     for predicate, asked in language.queries:
         if not set(asked) <= {type_.name for type_ in hierarchy}:
             raise _NotUnderstood(f"a text asks for {predicate}{asked}, a type the domain lacks")
+        wanted = [hierarchy.get(name) for name in asked]
+        if math.prod(len(list(type_.subtypes)) for type_ in wanted) > MOST_SUBTYPES:
+            raise _NotUnderstood(f"a text asks for {predicate}{asked}, which has more than {MOST_SUBTYPES:,} subtypes")
         rows = []
-        for subtypes in hierarchy.multi_subtypes([hierarchy.get(name) for name in asked]):
+        for subtypes in hierarchy.multi_subtypes(wanted):
             signature = (predicate, tuple(type_.name for type_ in subtypes))
             for arguments in sorted(by_signature.get(signature, ())):
-                numbers = [entity_numbers[argument] for argument in arguments]
+                numbers = [numbered[argument, type_of[argument]] for argument in arguments]
                 rows.append([numbers, bits.get((predicate, arguments), -1)])
         tables.append([predicate, list(asked), rows])
     return tables
@@ -711,9 +718,8 @@ class World:
         }
         self._rules["task"] = [(None, [["text", game["task"]]])]
         self._actions = [(variables, self._nodes(nodes)) for variables, nodes in game["actions"]]
-        self._closed_files = dict(game["files"])  # as read; a file is opened (its masks made) when first looked into
-        self._files: dict[int, dict[int, list]] = {}
-        self._watched = _mask(bit for bit in self._closed_files if bit >= 0)
+        self._files = {-1: [], **dict(game["files"])}  # as read, a list; when first looked into, its masks are made
+        self._watched = _mask(bit for bit in self._files if bit >= 0)
         self._goal = [(_mask(needs), _mask(forbids)) for needs, forbids in game["goal"]]
         self._goal_bits = functools.reduce(int.__or__, (needs | forbids for needs, forbids in self._goal), 0)
         self._start = _mask(game["start"])
@@ -759,12 +765,10 @@ class World:
         watched = state & self._watched
         bit = -1
         while True:
-            if bit in self._files:
-                yield self._files[bit]
-            elif bit in self._closed_files:
-                by_rank = self._closed_files.pop(bit)
-                self._files[bit] = {rank: [self._row(row) for row in rows] for rank, rows in by_rank}
-                yield self._files[bit]
+            file = self._files[bit]
+            if isinstance(file, list):
+                file = self._files[bit] = {rank: [self._row(row) for row in rows] for rank, rows in file}
+            yield file
             if not watched:
                 return
             bit = watched.bit_length() - 1
@@ -776,11 +780,8 @@ class World:
         return _mask(needs), _mask(forbids), _mask(on), _mask(off), masks, self._actions[action], arguments
 
     def _applicable(self, state: int, rank: int) -> tuple | None:
-        for file in self._open_files(state):
-            for row in file.get(rank, ()):
-                if state & row[0] == row[0] and not state & row[1]:
-                    return row
-        return None
+        rows = (row for file in self._open_files(state) for row in file.get(rank, ()))
+        return next((row for row in rows if state & row[0] == row[0] and not state & row[1]), None)
 
     def _admissible(self, state: int) -> tuple[str, ...]:
         ranks = set()
@@ -821,10 +822,7 @@ class World:
 
 
 def _mask(bits: Iterable[int]) -> int:
-    mask = 0
-    for bit in bits:
-        mask |= 1 << bit
-    return mask
+    return functools.reduce(int.__or__, (1 << bit for bit in bits), 0)
 
 
 def _matches(query: list, depth: int, binding: dict[str, int], state: int) -> Iterator[dict[str, int]]:
@@ -860,24 +858,12 @@ class _Server:
         self._worlds: dict[int, World] = {}
         self._branches: dict[int, dict[int, tuple[int, Reply]]] = {}  # group -> branch -> (state, last reply)
 
-    def compile(self, game_file: str) -> bytes:
+    def compile(self, game_file: str, ground: bool) -> bytes:
         try:
-            return compile_game(Path(game_file))
-        finally:
-            _sweep()
-
-    def survey(self, game_files: list[str], compiling: bool) -> list[tuple[str, str | int]]:
-        """For each file its error, or else the size of its compiled game in bytes (0 if only checked)."""
-        answers: list[tuple[str, str | int]] = []
-        for game_file in game_files:
-            try:
-                answers.append((game_file, len(compile_game(Path(game_file))) if compiling else 0))
-                if not compiling:
-                    check_game(Path(game_file))
-            except GameError as error:
-                answers.append((game_file, str(error)))
-            _sweep()
-        return answers
+            return compile_game(Path(game_file), ground)
+        finally:  # free what compiling left in cycles, and set what stays (modules, caches) aside from the next sweep
+            gc.collect()
+            gc.freeze()
 
     def open(self, group: int, compiled: bytes, histories: dict[int, list[str]]) -> tuple[str, dict, Reply]:
         """Start a branch for every history and replay it. Returns the task, the branches' last replies, the first."""
@@ -905,12 +891,6 @@ class _Server:
         self._branches.pop(group, None)
 
 
-def _sweep() -> None:
-    """Free what compiling left in cycles, and set what stays (modules, caches) aside so that no sweep looks at it."""
-    gc.collect()
-    gc.freeze()
-
-
 def _serve(descriptor: int) -> None:
     """Answer requests until the other end closes, which it also does when the parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -927,7 +907,7 @@ def _serve(descriptor: int) -> None:
                 except GameError as error:
                     replies.append(("game", str(error)))
                 except Exception:  # a defect: it would come back on every other worker, so it goes to the caller
-                    replies.append(("defect", traceback.format_exc()))
+                    replies.append(("defect", "\n".join(map(shown, traceback.format_exc().splitlines()))))
             message = pickle.dumps(replies)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(_LENGTH.pack(len(message)) + message)
@@ -951,7 +931,7 @@ class _Worker:
         self.lost = ""  # the reason, once the process is gone
         self.failed = False  # gone by itself, not closed
         self.groups = 0
-        self._timeout_seconds, self._batch_size = timeout_seconds, batch_size
+        self.timeout_seconds, self.batch_size = timeout_seconds, batch_size
         self._queue: list[tuple[tuple, asyncio.Future | None]] = []
         self._under_way: list[tuple[tuple, asyncio.Future | None]] = []  # what the process is at
         self._filled = asyncio.Event()
@@ -994,11 +974,11 @@ class _Worker:
         try:
             while True:
                 await self._filled.wait()
-                self._under_way, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
+                self._under_way, self._queue = self._queue[: self.batch_size], self._queue[self.batch_size :]
                 if not self._queue:
                     self._filled.clear()
                 message = pickle.dumps([request for request, _ in self._under_way])
-                async with asyncio.timeout(self._timeout_seconds):
+                async with asyncio.timeout(self.timeout_seconds):
                     writer.write(_LENGTH.pack(len(message)) + message)
                     await writer.drain()
                     length = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -1014,7 +994,7 @@ class _Worker:
                 self._under_way = []
         except TimeoutError:
             self.failed = not self.lost
-            self.close(f"worker {self.process.pid} did not answer within {self._timeout_seconds:g} s")
+            self.close(f"worker {self.process.pid} did not answer within {self.timeout_seconds:g} s")
         except (EOFError, OSError):
             self.failed = not self.lost
             self.process.kill()
@@ -1117,7 +1097,7 @@ class Group:
             self._worker = None
 
 
-class WorldPool:
+class WorldPool(contextlib.AbstractContextManager):
     """Worker processes that hold all branches, and compilers that make games ready. Use it as a context manager.
 
     The processes start with the pool. All methods but `close` belong to one asyncio loop. Whatever ends the parent,
@@ -1127,17 +1107,13 @@ class WorldPool:
     def __init__(self, settings: EnvironmentSettings | None = None) -> None:
         self.settings = settings or EnvironmentSettings()
         self.faults = 0  # workers lost so far
+        self.unplayable: dict[Path, str] = {}  # games that turned out so while they were compiled, with the reason
         self._numbers = itertools.count()
         self._ahead: dict[Path, asyncio.Task] = {}
+        self._background: list[_Worker] = []
         self._closed = False
-        self._workers = [self._new_worker() for _ in range(self.settings.workers)]
-        self._compilers = [self._new_compiler() for _ in range(self.settings.compilers)]
-
-    def _new_worker(self) -> _Worker:
-        return _Worker(self.settings.step_timeout_seconds, batch_size=64)
-
-    def _new_compiler(self) -> _Worker:
-        return _Worker(self.settings.compile_timeout_seconds, batch_size=1)
+        self._workers = [_Worker(self.settings.step_timeout_seconds, 64) for _ in range(self.settings.workers)]
+        self._compilers = [_Worker(self.settings.compile_timeout_seconds, 1) for _ in range(self.settings.compilers)]
 
     def _pick(self, processes: list[_Worker]) -> _Worker:
         """The process with the least to do, after replacing those that are lost and counting them."""
@@ -1145,36 +1121,29 @@ class WorldPool:
             raise EnvironmentFault("the world pool is closed")
         for place, process in enumerate(processes):
             if process.lost:
-                self.faults += process.failed
+                processes[place] = _Worker(process.timeout_seconds, process.batch_size)
                 if process.failed:
+                    self.faults += 1
                     print(f"environment: {process.lost}; fault {self.faults}", file=sys.stderr)
-                    process.failed = False
                 if self.faults > self.settings.max_faults:
                     raise EnvironmentFault(f"{self.faults} environment faults, the last: {process.lost}")
-                processes[place] = self._new_worker() if processes is self._workers else self._new_compiler()
         return min(processes, key=lambda process: process.load)
 
-    async def _ask_compiler(self, method: str, *arguments, name: str, tries: int = 3):
+    async def _compile(self, game_file: Path, ground: bool = True) -> bytes:
         losses = 0
         while True:
             try:
-                return await self._pick(self._compilers).ask(method, *arguments)
+                return await self._pick(self._compilers).ask("compile", str(game_file), ground)
             except _WorkerLost as error:
                 losses += error.begun
-                if losses == tries:
-                    raise GameError(f"{name}: {tries} compilers were lost over it ({error}); leave it out") from None
-
-    async def _compile(self, game_file: Path) -> bytes:
-        cached = await asyncio.to_thread(_cached_game, game_file)
-        name = str(game_file)
-        return cached if cached is not None else await self._ask_compiler("compile", name, name=name)
+                if losses == 3:
+                    raise GameError(f"{game_file}: 3 compilers were lost over it ({error}); leave it out") from None
 
     async def open_group(self, game_file: Path, size: int) -> Group:
         """`size` branches of one game, ready to play. Raises GameError if the game cannot be compiled."""
         if size < 1:
             raise ValueError(f"a group needs at least 1 branch, got {size}")
-        ahead = self._ahead.pop(Path(game_file), None)
-        compiled = await (ahead or self._compile(Path(game_file)))
+        compiled = await (self._ahead.pop(Path(game_file), None) or self._compile(Path(game_file)))
         group = Group(self, next(self._numbers), compiled, size)
         try:
             await group._place()
@@ -1189,56 +1158,68 @@ class WorldPool:
                 task = self._ahead[game_file] = asyncio.get_running_loop().create_task(self._compile(game_file))
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())  # open_group will raise it
 
-    async def check(self, game_files: Iterable[Path]) -> dict[Path, str]:
-        """The games that cannot be compiled, with the reason; a few milliseconds a game, less where a cache is there.
-
-        It tells all but what only grounding shows (a goal out of reach); `python environment.py` tells that too.
-        """
-        surveyed = await self.survey(game_files, compiling=False)
-        return {game_file: answer for game_file, answer in surveyed.items() if isinstance(answer, str)}
-
-    async def survey(self, game_files: Iterable[Path], compiling: bool) -> dict[Path, str | int]:
-        """For each game its error, or the size of its compiled game in bytes (0 if it is only checked)."""
-        names = [str(game_file) for game_file in game_files]
-        chunks = [names[start : start + 16] for start in range(0, len(names), 16)]
-
-        async def ask(chunk: list[str]) -> list[tuple[str, str | int]]:
-            alone = len(chunk) == 1
+    async def ready(self, game_files: Iterable[Path]) -> dict[Path, str]:
+        """Make games ready for `open_group` and wait for it. Returns those that cannot be played, with the reason."""
+        found = {}
+        game_files = dict.fromkeys(map(Path, game_files))
+        self.prefetch(game_files)
+        for game_file in game_files:
             try:
-                return await self._ask_compiler("survey", chunk, compiling, name=chunk[0], tries=3 if alone else 1)
+                await self._ahead[game_file]
             except GameError as error:
-                if alone:
-                    return [(chunk[0], str(error))]
-                return sum([await ask([name]) for name in chunk], [])  # to find the one that took the compiler down
+                del self._ahead[game_file]
+                found[game_file] = str(error)
+        self.unplayable |= found
+        return found
 
-        answers = await asyncio.gather(*map(ask, chunks))
-        return {Path(name): answer for part in answers for name, answer in part}
+    async def compile_ahead(self, game_files: Iterable[Path]) -> None:
+        """Bring compiled games to the disk, in this order, and put those that cannot be played in `unplayable`.
+
+        A process of its own does it that gives way to all others (nice 19), so it takes nothing from games that are
+        asked for now, nor from the engine. It has ten times a compiler's time for a game.
+        """
+        for game_file in game_files:
+            if self._closed:
+                return
+            if not self._background or self._background[0].lost:
+                self._background = [_Worker(10 * self.settings.compile_timeout_seconds, 1)]
+                os.setpriority(os.PRIO_PROCESS, self._background[0].process.pid, 19)
+            try:
+                await self._background[0].ask("compile", str(game_file), True)
+            except GameError as error:
+                self.unplayable[game_file] = str(error)
+            except _WorkerLost:  # what there is to say of this game is said when it is drawn
+                continue
+
+    async def check(self, game_files: Iterable[Path], ground: bool = False) -> dict[Path, str]:
+        """The games that cannot be played, with the reason; a few milliseconds a game, less where a cache is there.
+
+        Only with `ground` (0.1 s a game, kept on the disk) it tells what grounding shows, such as a goal out of reach.
+        """
+
+        async def refusal(game_file: Path) -> str:
+            try:
+                await self._compile(game_file, ground)
+            except GameError as error:
+                return str(error)
+            return ""
+
+        game_files = list(map(Path, game_files))
+        reasons = await asyncio.gather(*map(refusal, game_files))
+        return {game_file: reason for game_file, reason in zip(game_files, reasons) if reason}
 
     def close(self) -> None:
         """End the processes. Groups of this pool cannot be used any more."""
         self._closed = True
-        for process in self._workers + self._compilers:
+        processes = self._workers + self._compilers + self._background
+        for process in processes:
             process.hang_up("the world pool is closed")
         deadline = time.monotonic() + 1.0
-        for process in self._workers + self._compilers:
+        for process in processes:
             process.close("the world pool is closed", max(0.0, deadline - time.monotonic()))
-
-    def __enter__(self) -> WorldPool:
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()
-
-
-async def _compile_all(pool: WorldPool, game_files: list[Path]) -> None:
-    started = time.perf_counter()
-    answers = await pool.survey(game_files, compiling=True)
-    seconds = time.perf_counter() - started
-    errors = [answer for answer in answers.values() if isinstance(answer, str)]
-    megabytes = sum(answer for answer in answers.values() if isinstance(answer, int)) / 1e6
-    print(*errors, sep="\n", end="\n" * bool(errors))
-    print(f"{len(answers) - len(errors)} games ready, {megabytes:.1f} MB compiled, {len(errors)} refused")
-    print(f"{seconds:.1f} s with {pool.settings.compilers} compilers, {1e3 * seconds / len(answers):.0f} ms a game")
 
 
 def main() -> None:
@@ -1248,12 +1229,18 @@ def main() -> None:
     arguments = parser.parse_args()
     game_files = sorted(arguments.data_root.rglob("game.tw-pddl"))
     if not game_files:
-        raise SystemExit(f"no game.tw-pddl below {arguments.data_root}; {GET_DATA}")
+        raise SystemExit(shown(f"no game.tw-pddl below {arguments.data_root}; {how_to_get_games(arguments.data_root)}"))
+    started = time.perf_counter()
     try:
         with WorldPool(EnvironmentSettings(compilers=arguments.compilers)) as pool:
-            asyncio.run(_compile_all(pool, game_files))
+            refused = asyncio.run(pool.check(game_files, ground=True))
     except (ValueError, EnvironmentFault) as error:
         raise SystemExit(f"environment.py: {error}") from None
+    seconds = time.perf_counter() - started
+    print(f"{len(game_files) - len(refused)} games ready, {len(refused)} refused")
+    print(f"{seconds:.1f} s with {arguments.compilers} compilers, {1e3 * seconds / len(game_files):.0f} ms a game")
+    if refused:
+        raise SystemExit("\n".join(f"environment.py: refused: {line}" for line in told_by_kind(refused)))
 
 
 if __name__ == "__main__":

@@ -471,10 +471,9 @@ async def play_games(
         raise SettingsError(f"{model.model_path} has alpha {alpha}, and weights are summed with {LORA_ALPHA}: give --weight-sync adapter")
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(WorldPool(worlds))
-        if len(await playable_games(pool, games)) < len(games):
+        if len(await playable_games(pool, games, ready=True)) < len(games):
             raise SettingsError("an evaluation leaves no game out: mend or remove the games named above")
         await check_first_prompts(chat, pool, games[:1], play)
-        pool.prefetch(game.path for game in games)
         print(f"Evaluating {model.name}: {len(games)} games, {play.base_model}, {engine_dtype(play)}", flush=True)
         print("Starting the engine, which takes about a minute", flush=True)
         sampler = await Sampler.start(play, chat.stop_token_ids, model.rank if way == "adapter" else 0)

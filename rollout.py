@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 
-from data import Game
+from data import Game, batch_of_games, told_by_kind
 from environment import GameError, Group, WorldPool, WorldState
 from protocol import ChatTokens, Status, check_prefix_extension, first_messages, parse_tool_call, tool_result
 
@@ -918,15 +918,37 @@ async def gather_or_cancel(coroutines: Iterable[Awaitable]) -> list:
         raise
 
 
-async def playable_games(pool: WorldPool, games: Sequence[Game]) -> list[Game]:
-    """The games without those that cannot be compiled; names these. Raises GameError if none is left."""
-    reasons = await pool.check(game.path for game in games)
-    for reason in reasons.values():
-        print(f"left out: {reason}", file=sys.stderr, flush=True)
+async def playable_games(pool: WorldPool, games: Sequence[Game], ready: bool = False) -> list[Game]:
+    """The games without those that cannot be played; tells of these by kind. Raises GameError if none is left.
+
+    Only if all are made `ready`, at 0.1 s a game, what grounding shows (a goal out of reach) is known as well.
+    """
+    reasons = await (pool.ready if ready else pool.check)([game.path for game in games])
+    for line in told_by_kind(reasons):
+        print(f"left out: {line}", file=sys.stderr, flush=True)
     playable = [game for game in games if game.path not in reasons]
     if not playable:
         raise GameError(f"none of {len(games)} games can be played; the first: {next(iter(reasons.values()))}")
     return playable
+
+
+async def games_of_update(
+    pool: WorldPool, games: Sequence[Game], update: int, games_per_batch: int
+) -> tuple[list[Game], dict[Path, str]]:
+    """The games of one update, ready to be played, and those of its window that cannot be, with the reason.
+
+    This is `batch_of_games` without all games that are unplayable: what is not known of them yet is found out for as
+    many as the batch needs. So it depends on the files, the order and the update alone, in a resumed run too. Raises
+    GameError if no game is left.
+    """
+    while True:
+        batch = batch_of_games(games, update, games_per_batch, pool.unplayable)
+        if not batch:
+            raise GameError(f"none of {len(games)} games can be played; the first: {pool.unplayable[games[0].path]}")
+        if not await pool.ready(game.path for game in batch):
+            break
+    window = [game.path for game in batch_of_games(games, update, games_per_batch)]
+    return batch, {path: pool.unplayable[path] for path in window if path in pool.unplayable}
 
 
 async def first_prompt_of(chat: ChatTokens, pool: WorldPool, game: Game, settings: RolloutSettings) -> list[int]:

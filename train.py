@@ -72,7 +72,18 @@ from advantages import (
     training_data,
     update_metrics,
 )
-from data import HELD_OUT, SPLITS, Game, batch_of_games, find_games, hold_out, json_object, read_file, shuffle_games
+from data import (
+    HELD_OUT,
+    SPLITS,
+    Game,
+    batch_of_games,
+    find_games,
+    hold_out,
+    json_object,
+    read_file,
+    shuffle_games,
+    told_by_kind,
+)
 from environment import EnvironmentSettings, WorldPool
 from protocol import ChatTokens
 from rollout import (
@@ -89,6 +100,7 @@ from rollout import (
     first_line,
     first_prompt_of,
     flag,
+    games_of_update,
     gather_or_cancel,
     is_hybrid,
     load_chat_tokens,
@@ -2027,9 +2039,13 @@ async def play_update(run: Run, update: int) -> tuple[list[list[Trajectory]], di
     play = replace(run.play, max_episode_steps=horizon_at(update, settings, run.play.max_episode_steps))
     size, wanted = settings.group_size, settings.games_per_batch
     with timed(metrics, "time/rollout"), tqdm(total=wanted * size, desc="trajectories", leave=False) as bar:
-        games = iter(window_of_games(run, update))
+        window, left_out = await games_of_update(run.pool, run.games, update - 1, wanted * settings.fill_groups)
+        for line in told_by_kind(left_out):
+            tqdm.write(f"update {update} goes on without {line}", file=sys.stderr)
         if update < settings.max_steps:
-            run.pool.prefetch(game.path for game in window_of_games(run, update + 1)[:wanted])
+            following = batch_of_games(run.games, update, wanted * settings.fill_groups, run.pool.unplayable)
+            run.pool.prefetch(game.path for game in following[:wanted])
+        games = iter(window)
         while chosen := list(itertools.islice(games, wanted)):
             bar.total = (len(groups) + len(chosen)) * size
             groups += await gather_or_cancel(
@@ -2042,17 +2058,13 @@ async def play_update(run: Run, update: int) -> tuple[list[list[Trajectory]], di
         metrics["rollout/horizon"] = play.max_episode_steps
     return groups, {
         "rollout/env_faults": run.pool.faults - faults,
+        "rollout/games_left_out": len(left_out),
         "rollout/preempted": counts.preempted,
         "tokens/prompt_read": counts.prompt,
         "tokens/prompt_computed": counts.computed,
         "tokens/prompt_computed_share": counts.computed / max(1, counts.prompt),
         "tokens/sampled": counts.sampled,
     } | metrics
-
-
-def window_of_games(run: Run, update: int) -> list[Game]:
-    """The games that an update (from 1) may play, in order."""
-    return batch_of_games(run.games, update - 1, run.settings.games_per_batch * run.settings.fill_groups)
 
 
 async def play_meter(run: Run, update: int) -> dict[str, float]:
@@ -2164,7 +2176,7 @@ async def start_run(
     chat = load_chat_tokens(play.base_model)
     pool = stack.enter_context(WorldPool(worlds))
     games = (await playable_games(pool, games))[: settings.max_train_games or None]
-    meter = await playable_games(pool, meter) if meter else []
+    meter = await playable_games(pool, meter, ready=True) if meter else []
     require(
         settings.games_per_batch * settings.fill_groups <= len(games), "games_per_batch", settings.games_per_batch,
         f"at most the number of training games, {len(games)} (with --fill-groups {settings.fill_groups} that part of it): a "
@@ -2175,12 +2187,17 @@ async def start_run(
     if settings.resume:
         progress = read_checkpoint(checkpoint) if checkpoint else replace(progress, settings=read_run_settings(folder))
         check_resumable(progress, everything, digest)
-    await check_first_prompts(chat, pool, games[: settings.games_per_batch], play)
+    first_games, _ = await games_of_update(pool, games, 0, settings.games_per_batch)
+    await check_first_prompts(chat, pool, first_games, play)
     if not settings.resume:
         make_run_dir(folder, everything)
     log = stack.enter_context(
         RunLog(folder, folder.name, settings.swanlab_project, settings.swanlab_mode, everything, progress.metrics_bytes)
     )
+    window = settings.games_per_batch * settings.fill_groups
+    start, total = progress.update * window, settings.max_steps * window
+    to_come = [games[place % len(games)].path for place in range(start, min(total, start + len(games)))]
+    stack.callback(asyncio.ensure_future(pool.compile_ahead(to_come)).cancel)
     if checkpoint:
         _point_to(checkpoint)
     dtype = engine_dtype(play)
@@ -2191,7 +2208,7 @@ async def start_run(
     policy = await start_policy(settings, play, card, checkpoint)
     sync = WeightSync(policy, sampler, way, dtype, folder / "sampler-weights")
     stack.callback(sync.close)
-    probe = (await first_prompt_of(chat, pool, games[0], play))[:PROBE_TOKENS]
+    probe = (await first_prompt_of(chat, pool, first_games[0], play))[:PROBE_TOKENS]
     if way == "adapter":
         gap = await rehearse_adapter(policy, sampler, sync, card, probe)
         print(f"A random adapter reached the engine: {gap:.1%} of its effect is missing or noise", flush=True)

@@ -195,25 +195,28 @@ def test_new_and_vanished_games_are_noticed(root, split_folder, game_reads):
 
 
 def broken_indexes():
-    def with_first(index, position, value):
-        next(iter(index["games"].values()))[position] = value
-        return json.dumps(index).encode()
+    """What may stand in the index file, made of its head and of its entries."""
+
+    def with_first(entries, position, value):
+        next(iter(entries.values()))[position] = value
+        return json.dumps(entries).encode()
 
     return {
-        "empty": lambda index: b"",
-        "cut short": lambda index: json.dumps(index).encode()[:-20],
-        "garbage": lambda index: bytes(range(256)) * 10,
-        "deep": lambda index: b"[" * 200_000,
-        "long number": lambda index: b"9" * 10_000,
-        "other version": lambda index: json.dumps(index | {"version": data.INDEX_VERSION + 1}).encode(),
-        "no version": lambda index: json.dumps({"games": index["games"]}).encode(),
-        "a list": lambda index: json.dumps([index]).encode(),
-        "games a list": lambda index: json.dumps(index | {"games": [1, 2]}).encode(),
-        "an entry is null": lambda index: json.dumps(index | {"games": {"a-task/trial_9": None}}).encode(),
-        "an entry is short": lambda index: json.dumps(index | {"games": {"a-task/trial_9": [1, 2]}}).encode(),
-        "solvable is text": lambda index: with_first(index, 5, "false"),
-        "task type is a list": lambda index: with_first(index, 4, [PLACE]),
-        "size is a fraction": lambda index: with_first(index, 0, float(next(iter(index["games"].values()))[0])),
+        "empty": lambda head, entries: b"",
+        "cut short": lambda head, entries: head + json.dumps(entries).encode()[:-20],
+        "garbage": lambda head, entries: bytes(range(256)) * 10,
+        "deep": lambda head, entries: head + b"[" * 200_000,
+        "long number": lambda head, entries: head + b"9" * 10_000,
+        "other version": lambda head, entries: head.replace(b"games ", b"games 1") + json.dumps(entries).encode(),
+        "no head": lambda head, entries: json.dumps(entries).encode(),
+        "another head": lambda head, entries: b"0" + head + json.dumps(entries).encode(),
+        "a list": lambda head, entries: head + json.dumps([entries]).encode(),
+        "games a list": lambda head, entries: head + json.dumps([1, 2]).encode(),
+        "an entry is null": lambda head, entries: head + json.dumps({"a-task/trial_9": None}).encode(),
+        "an entry is short": lambda head, entries: head + json.dumps({"a-task/trial_9": [1, 2]}).encode(),
+        "solvable is text": lambda head, entries: head + with_first(entries, 5, "false"),
+        "task type is a list": lambda head, entries: head + with_first(entries, 4, [PLACE]),
+        "size is a fraction": lambda head, entries: head + with_first(entries, 0, float(next(iter(entries.values()))[0])),
     }
 
 
@@ -222,7 +225,8 @@ def test_a_broken_index_is_built_anew(root, split_folder, game_reads, kind):
     expected = data.find_games(root, "train")
     path = split_folder / data.INDEX_FILE
     good = path.read_bytes()
-    path.write_bytes(broken_indexes()[kind](json.loads(good)))
+    head, newline, content = good.partition(b"\n")
+    path.write_bytes(broken_indexes()[kind](head + newline, json.loads(content)))
     game_reads.clear()
     assert data.find_games(root, "train") == expected
     assert len(game_reads) == 3
@@ -237,12 +241,12 @@ def test_a_folder_in_the_place_of_the_index_does_no_harm(root, split_folder, gam
     assert [path.name for path in split_folder.iterdir() if path.name.endswith(".tmp")] == []
 
 
-@pytest.mark.parametrize("call", ["write_text", "replace"])
+@pytest.mark.parametrize("call", ["write_bytes", "replace"])
 def test_a_folder_that_cannot_be_written_is_no_error(root, split_folder, monkeypatch, call):
     def refuse(*args, **kwargs):
         raise PermissionError(30, "Read-only file system")
 
-    monkeypatch.setattr(*{"write_text": (Path, call, refuse), "replace": (os, call, refuse)}[call])
+    monkeypatch.setattr(*{"write_bytes": (Path, call, refuse), "replace": (os, call, refuse)}[call])
     assert len(data.find_games(root, "train")) == 3
     assert sorted(path.name for path in split_folder.iterdir()) == ["a-task", "b-task"]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import stock_world
 
+import data
 import environment
 from environment import EnvironmentFault, EnvironmentSettings, GameError, World, WorldPool, WorldState
 
@@ -367,27 +368,27 @@ def test_the_cache_is_used_and_anything_wrong_with_it_is_repaired(tmp_path, game
     cache = tmp_path / environment.CACHE_NAME
     good = cache.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr(environment, "_understand", None)  # a second compilation would fail
+        patched.setattr(environment, "_compile", None)  # a second compilation would fail
         assert environment.compile_game(game_file) == compiled
     for bad in (b"", good[: len(good) // 2], good[:-1] + bytes([good[-1] ^ 1]), b"\0" * 100):
         cache.write_bytes(bad)
         assert environment.compile_game(game_file) == compiled and cache.read_bytes() == good
     with monkeypatch.context() as patched:
         patched.setattr(environment, "_versions", lambda: b"of other packages")
-        assert environment._cached_game(game_file) is None
+        assert data.saved(cache, environment._read_game(game_file)[1]) is None
     task = environment._split_task(json.loads(game_file.read_text())["grammar"])[1]
     rewritten(game_file, tmp_path, grammar=(task, environment.TASK_PREFIX + "do something else."))
     assert World(environment.compile_game(game_file)).task == "do something else."
 
 
-@pytest.mark.parametrize(("owner", "name"), [(environment, "open"), (environment.os, "replace")])
+@pytest.mark.parametrize(("owner", "name"), [(Path, "write_bytes"), (os, "replace")])
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, games, monkeypatch, owner, name):
     game_file = rewritten(games[0], tmp_path)
 
     def refuse(*_):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(owner, name, refuse, raising=False)
+    monkeypatch.setattr(owner, name, refuse)
     assert World(environment.compile_game(game_file)).start()
     assert [path.name for path in tmp_path.iterdir()] == ["game.tw-pddl"]
 
@@ -400,7 +401,7 @@ def test_two_processes_may_compile_one_game_at_once(tmp_path, games):
     )
     command = [sys.executable, "-c", script, str(ROOT), str(game_file)]
     assert [process.wait() for process in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
-    assert environment._cached_game(game_file) is not None
+    assert data.saved(tmp_path / environment.CACHE_NAME, environment._read_game(game_file)[1]) is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == [environment.CACHE_NAME, "game.tw-pddl"]
     modes = [(tmp_path / name).stat().st_mode for name in (environment.CACHE_NAME, "game.tw-pddl")]
     assert modes[0] == modes[1]  # whoever may read the game may read what was made of it
@@ -483,7 +484,7 @@ def test_a_game_of_an_older_release_is_refused(tmp_path, games):
         ({"grammar": ('"go to [', '"#go# [')}, "no rule 'go'"),
         ({"grammar": ('template :: "take {o} from {r}"', 'template :: "take {r}"')}, "two meanings"),
         ({"pddl_domain": ("(:action help", "(:action help (")}, "cannot be compiled"),
-        ({"pddl_problem": ("(:goal", "(:gaol")}, "cannot be compiled"),
+        ({"pddl_problem": ("(:goal", "(:gaol")}, "the problem has no :goal"),
         ({"pddl_problem": ("(atLocation agent1", ";(atLocation agent1")}, "goal cannot be reached"),
     ],
 )

@@ -385,7 +385,7 @@ def test_game_loader(tmp_path):
             place_something_else(rng, path)
         else:
             path.write_bytes(content)
-        outcome(lambda: environment.check_game(path), GameError, path)
+        outcome(lambda: environment.compile_game(path, ground=False), GameError, path)
         if number % 4 == 1:
             found = outcome(lambda: environment.compile_game(path), GameError, path)
             if isinstance(found, bytes):
@@ -432,13 +432,13 @@ def test_cache_of_a_game(tmp_path):
             else:
                 cache.write_bytes(damaged(rng, good))
             with time_limit(5):
-                found = environment._cached_game(path)
+                found = data.saved(cache, key)
             assert found in (None, payload)
         else:
             crafted = zlib.compress(mutated(rng, content), 1)
             remove(cache)
-            environment._write_cache(path, key, crafted)
-            assert environment._cached_game(path) == crafted
+            data.save(cache, key, crafted)
+            assert data.saved(cache, key) == crafted
             refused += isinstance(outcome(lambda: server.open(0, crafted, {0: []}), GameError, environment.CACHE_NAME), GameError)
     assert refused > INPUTS // 4
     bomb = zlib.compress(bytes(2**28))
@@ -461,7 +461,7 @@ def test_game_discovery_and_index(tmp_path):
         path.write_text(json.dumps(content))
     expected = data.find_games(root, "train")
     index = split / data.INDEX_FILE
-    good = json.loads(index.read_bytes())
+    good = json.loads(index.read_bytes().partition(b"\n")[2])
     names = set(tree(tmp_path))
     kinds = {"index": 0, "refused": 0, "found": 0}
     for number in range(INPUTS):
@@ -521,12 +521,12 @@ def test_a_game_that_takes_too_long_costs_itself_only(tmp_path):
     slow, good = copy_of_game(tmp_path / "slow", grammar=grammar), copy_of_game(tmp_path / "good")
 
     async def work(pool):
-        return await pool.survey([slow, good], compiling=True), pool.faults
+        return await pool.check([slow, good], ground=True), pool.faults
 
     with WorldPool(EnvironmentSettings(compilers=1, compile_timeout_seconds=15.0)) as pool:
-        answers, faults = asyncio.run(asyncio.wait_for(work(pool), 120))
-    assert isinstance(answers[good], int) and faults == 4
-    assert f"{slow}: 3 compilers were lost over it" in answers[slow]
+        refused, faults = asyncio.run(asyncio.wait_for(work(pool), 120))
+    assert list(refused) == [slow] and faults == 3
+    assert f"{slow}: 3 compilers were lost over it" in refused[slow]
 
 
 @pytest.mark.slow
@@ -539,11 +539,11 @@ def test_a_game_that_wants_too_much_memory_costs_itself_only(tmp_path):
     greedy = copy_of_game(tmp_path, pddl_domain=game["pddl_domain"].replace("(:action look", action, 1), grammar=grammar)
 
     async def work(pool):
-        return await pool.survey([greedy], compiling=True), pool.faults
+        return await pool.check([greedy], ground=True), pool.faults
 
     with WorldPool(EnvironmentSettings(compilers=1)) as pool:
-        answers, faults = asyncio.run(work(pool))
-    assert "MemoryError" in answers[greedy] and faults == 0
+        refused, faults = asyncio.run(work(pool))
+    assert "grounding meets more than 1,000,000 atoms" in refused[greedy] and faults == 0
 
 
 # --- nothing runs ---------------------------------------------------------------------------------------------------
