@@ -12,6 +12,7 @@ is the one statement of it; rollout, train and the tests call that function.
 Shown by: `uv run --extra cpu pytest tests/test_protocol.py`
 """
 
+import datetime
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,21 +46,32 @@ Never announce success yourself: the household decides, and the episode ends by 
 
 Status = Literal["executed", "not admissible", "malformed", "won", "over"]
 
-# For a tokenizer whose own template has no place for tools (or that has no template). One block a message, so that a
-# tool result can follow an assistant turn without touching it.
-CHATML_TEMPLATE = """\
+TOOLS_BEGIN = "Tools, one JSON object a line:"
+CALL_FORM = (
+    "Call a tool in this form:\n<tool_call><function=NAME><parameter=PARAMETER>VALUE</parameter></function></tool_call>"
+)
+
+# For a tokenizer that has no template, or none with a place for tools. One block a message, so that a tool result can
+# follow an assistant turn without touching it.
+CHATML_TEMPLATE = (
+    """\
 {%- if tools and messages[0].role != 'system' %}{{ raise_exception('the first message must be the system prompt') }}\
 {%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
 {%- if loop.first and tools %}
-{{- '\\n\\nTools, one JSON object a line:\\n' }}
+{{- '\\n\\n"""
+    + TOOLS_BEGIN
+    + """\\n' }}
 {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
-{{- 'Call a tool in this form:\\n<tool_call><function=NAME><parameter=PARAMETER>VALUE</parameter></function></tool_call>' }}
+{{- '"""
+    + CALL_FORM.replace("\n", "\\n")
+    + """' }}
 {%- endif %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+)
 
 
 class TemplateMismatch(ValueError):
@@ -211,28 +223,25 @@ class ChatTokens:
     a made-up conversation, and proven not to depend on what stands before it; a turn then costs the tokenisation of its
     own tool result. Thinking is off.
 
-    Raises TemplateMismatch, naming the reason, when the template cannot be extended this way.
+    The first of these that can be proven is used:
+
+    1. the tokenizer's own template, if it has a place for tools;
+    2. the built-in ChatML template, if it has none and the tokenizer knows ChatML's marks;
+    3. its own template without tools: the system prompt describes the tool, and a tool result is a user message, so
+       that the model reads the turn tokens it knows. A template without a system role gets that text in the first
+       user message. `note` then says so.
+
+    `configs` are the model's configurations, for the end tokens they name. Raises TemplateMismatch, naming the reasons,
+    when nothing can be proven.
     """
 
-    def __init__(self, tokenizer) -> None:
+    def __init__(self, tokenizer, *configs) -> None:
         self.tokenizer = tokenizer
-        self.chat_template = None if self._knows_tools() else CHATML_TEMPLATE
-        if self.chat_template is not None:
-            missing = [mark for mark in ("<|im_start|>", "<|im_end|>") if self._single_token(mark) is None]
-            if missing:
-                raise TemplateMismatch(
-                    f"the chat template of {tokenizer.name_or_path!r} has no place for tools, and the tokenizer lacks "
-                    f"{' and '.join(missing)} for the built-in ChatML template: use a chat model with either"
-                )
-        self._before_result, self._after_result = self._prove_extension()
+        self.note = ""
+        self._before_result, self._after_result = self._choose_template()
         closing = self._encode(self._before_result)[0]
-        self.stop_token_ids = [closing]
-        self.add_stop_tokens(tokenizer.eos_token_id)
-
-    def add_stop_tokens(self, tokens: int | Sequence[int] | None) -> None:
-        """Tokens that end an assistant turn too, beside the template's own (which stays the first)."""
-        found = [] if tokens is None else [tokens] if isinstance(tokens, int) else tokens
-        self.stop_token_ids += [token for token in found if token not in self.stop_token_ids]
+        # What ends an assistant turn; the template's own token comes first.
+        self.stop_token_ids = list(dict.fromkeys([closing, *_end_tokens(tokenizer, *configs)]))
 
     def first_prompt(self, messages: list[dict]) -> list[int]:
         """Tokens of the first turn's prompt, generation prompt included."""
@@ -252,15 +261,51 @@ class ChatTokens:
 
     # The rest runs once, at start-up.
 
+    def _choose_template(self) -> tuple[str, str]:
+        """Settle on a way to render; returns what `_prove_extension` says of it."""
+        own = f"the chat template of {self.tokenizer.name_or_path!r}"
+        self._rendering, self.chat_template, self._title = "tools", None, own
+        reasons = []
+        if self._knows_tools():
+            ways = [("tools", None, own)]
+        else:
+            reasons.append(f"{own} has no place for tools" if self.tokenizer.chat_template else f"{own} is not there")
+            missing = [mark for mark in ("<|im_start|>", "<|im_end|>") if self._single_token(mark) is None]
+            if missing:
+                reasons.append(f"the tokenizer lacks {' and '.join(missing)} for the built-in ChatML template")
+            ways = [] if missing else [("tools", CHATML_TEMPLATE, "the built-in ChatML template")]
+        if self.tokenizer.chat_template:
+            ways += [("system", None, own), ("user", None, own)]
+        for self._rendering, self.chat_template, self._title in ways:
+            try:
+                around_result = self._prove_extension()
+            except TemplateMismatch as error:
+                reasons.append(str(error) if self._rendering == "tools" else f"without tools, {error}")
+                continue
+            if self._rendering != "tools":
+                place = {"system": "system prompt", "user": "first user message"}[self._rendering]
+                self.note = (
+                    f"The built-in wrapping with the model's own turn tokens is used: the {place} describes the tool, and "
+                    f"its results are user messages ({reasons[0]})"
+                )
+            return around_result
+        raise TemplateMismatch("; ".join(dict.fromkeys(reasons)) + ": use a chat model with another template")
+
     def _render(self, messages: list[dict], generate: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=[TOOL],
-            chat_template=self.chat_template,
-            add_generation_prompt=generate,
-            tokenize=False,
-            enable_thinking=False,
-        )
+        tools = self._rendering == "tools"
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages if tools else _without_tools(messages, self._rendering),
+                tools=[TOOL] if tools else None,
+                chat_template=self.chat_template,
+                add_generation_prompt=generate,
+                tokenize=False,
+                enable_thinking=False,
+                strftime_now=_A_DAY.strftime,  # a prompt must not depend on the day on which a run is resumed
+            )
+        except (TemplateError, TypeError, LookupError) as error:  # a template is foreign code
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateMismatch(f"{self._title} does not render a conversation of {roles}: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -269,62 +314,96 @@ class ChatTokens:
         tokens = self._encode(text)
         return tokens[0] if len(tokens) == 1 and tokens[0] != self.tokenizer.unk_token_id else None
 
+    def _is_special(self, token: int) -> bool:
+        """Whether the tokenizer's settings or its tokenizer.json say so."""
+        added = self.tokenizer.added_tokens_decoder.get(token)
+        return token in self.tokenizer.all_special_ids or added is not None and added.special
+
     def _knows_tools(self) -> bool:
-        self.chat_template = None
         if not self.tokenizer.chat_template:
             return False
         try:
             return TOOL_NAME in self._render([_SYSTEM, _USER], generate=True)
-        except TemplateError:  # such as "system role not supported": the built-in template has a place for it
+        except TemplateMismatch:  # such as "system role not supported": other ways to render have a place for it
             return False
 
     def _prove_extension(self) -> tuple[str, str]:
         """(text between completion and tool result, text between tool result and next completion)."""
-        name = self.tokenizer.name_or_path
-
-        def around_last_result(turns: list[tuple[str, str]]) -> tuple[str, str]:
-            messages = [_SYSTEM, _USER]
-            for content, result in turns:
-                messages += [{"role": "assistant", "content": content}, {"role": "tool", "content": result}]
-            content, result = turns[-1]
-            try:
-                text = self._render(messages, generate=True)
-            except TemplateError as error:
-                raise TemplateMismatch(
-                    f"the chat template of {name!r} does not render a tool result after an assistant turn: {error}"
-                ) from error
-            if text.count(content) != 1 or text.count(result) != 1:
-                raise TemplateMismatch(
-                    f"the chat template of {name!r} does not keep an assistant turn or a tool result as it is written"
-                )
-            before, _, after = text.partition(content)[2].partition(result)
-            return before, after
-
         call = tool_call_text("open drawer 2")
         shapes = [
             [("first words", "first result")],
             [("a", "b b b"), ("second words\n\n" + call, "line one\nline two: 3, 4")],
             [("words " + tool_call_text("go to bed 1"), "r r"), ("x x x", "y y y"), ("other " + call, "You see nothing.")],
         ]
-        found = {around_last_result(turns) for turns in shapes}
+        found = {self._around_last_result(turns) for turns in shapes}
         if len(found) != 1:
-            raise TemplateMismatch(
-                f"what the chat template of {name!r} puts around a tool result depends on the history: {sorted(found)}"
-            )
+            raise TemplateMismatch(f"what {self._title} puts around a tool result depends on the history: {sorted(found)}")
         before, after = found.pop()
-        first, open_end = self._render([_SYSTEM, _USER], generate=True), self._render([_SYSTEM, _USER], generate=False)
-        generation_prompt = first[len(open_end) :]
-        if not first.startswith(open_end) or not generation_prompt or not after.endswith(generation_prompt):
+        generation_prompt = self._generation_prompt()
+        if not generation_prompt or not after.endswith(generation_prompt):
             raise TemplateMismatch(
-                f"the chat template of {name!r} does not end a tool result with its generation prompt {generation_prompt!r}"
+                f"{self._title} does not end a tool result with its generation prompt {generation_prompt!r}"
             )
         closing = self._encode(before)[:1]
-        if not closing or closing[0] not in self.tokenizer.all_special_ids:
+        if not closing or not self._is_special(closing[0]):
             raise TemplateMismatch(
-                f"the chat template of {name!r} closes an assistant turn with {before[:20]!r}, which does not begin with "
+                f"{self._title} closes an assistant turn with {before[:20]!r}, which does not begin with "
                 "a special token: the tokens after a completion would depend on the completion"
             )
         return before, after
 
+    def _around_last_result(self, turns: list[tuple[str, str]]) -> tuple[str, str]:
+        """What stands before and after the last tool result of a made-up conversation, from its assistant turn to the end."""
+        messages = [_SYSTEM, _USER]
+        for content, result in turns:
+            messages += [{"role": "assistant", "content": content}, {"role": "tool", "content": result}]
+        text = self._render(messages, generate=True)
+        parts = turns[-1] if self._rendering == "tools" else (_SYSTEM["content"], _USER["content"], *turns[-1])
+        return self._between(parts, text)[-2:]
+
+    def _generation_prompt(self) -> str:
+        """What the template puts before a completion; without tools that is all that follows the user's message."""
+        first, open_end = self._render([_SYSTEM, _USER], generate=True), self._render([_SYSTEM, _USER], generate=False)
+        if self._rendering == "tools":
+            return first[len(open_end) :] if first.startswith(open_end) else ""
+        reply = {"role": "assistant", "content": "first words"}
+        [_, heading, _] = self._between(
+            (_USER["content"], reply["content"]), self._render([_SYSTEM, _USER, reply], generate=False)
+        )
+        [_, generation_prompt] = self._between([_USER["content"]], first)
+        if not generation_prompt.startswith(heading.rstrip()):
+            raise TemplateMismatch(
+                f"{self._title} begins an assistant turn with {heading!r}, but its generation prompt is {generation_prompt!r}"
+            )
+        return generation_prompt
+
+    def _between(self, parts: Sequence[str], text: str) -> tuple[str, ...]:
+        """What stands before, between and after `parts`, each of which must stand in `text` once, in this order."""
+        around, rest = [], text
+        for part in parts:
+            before, found, rest = rest.partition(part)
+            if not found or text.count(part) != 1:
+                raise TemplateMismatch(f"{self._title} does not keep every message as it is written, in its place")
+            around.append(before)
+        return (*around, rest)
+
+
+def _end_tokens(*named_by) -> list[int]:
+    """The ids that the given tokenizer and configurations name as end of text: each names one, several or none."""
+    named = [getattr(settings, "eos_token_id", None) for settings in named_by]
+    return [token for tokens in named if tokens is not None for token in ([tokens] if isinstance(tokens, int) else tokens)]
+
+
+def _without_tools(messages: list[dict], place: Literal["system", "user"]) -> list[dict]:
+    """The conversation for a template without tools: described in the system prompt (or the first user message)."""
+    system, user, *turns = messages
+    described = f"{system['content']}\n\n{TOOLS_BEGIN}\n{json.dumps(TOOL)}\n{CALL_FORM}"
+    if place == "system":
+        first = [system | {"content": described}, user]
+    else:
+        first = [user | {"content": f"{described}\n\n{user['content']}"}]
+    return first + [turn | {"role": "user"} if turn["role"] == "tool" else turn for turn in turns]
+
 
 _SYSTEM, _USER = {"role": "system", "content": "You act."}, {"role": "user", "content": "Task: none"}
+_A_DAY = datetime.date(2026, 1, 1)

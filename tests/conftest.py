@@ -52,8 +52,10 @@ QWEN35_STYLE_TEMPLATE = """\
 {%- endif %}"""
 
 
-def make_tokenizer(chat_template: str | None = None, extra_specials: tuple[str, ...] = ()):
-    """A byte-level BPE tokenizer that has seen a little of the protocol's text; the ChatML marks are special."""
+def make_tokenizer(
+    chat_template: str | None = None, extra_specials: tuple[str, ...] = (), marks: tuple[str, str] = ("<|im_start|>", "<|im_end|>")
+):
+    """A byte-level BPE tokenizer that has seen a little of the protocol's text; the marks of a turn are special."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,14 +70,14 @@ def make_tokenizer(chat_template: str | None = None, extra_specials: tuple[str, 
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=600,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *extra_specials],
+        special_tokens=["<|endoftext|>", *marks, *extra_specials],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=chat_template,
-        additional_special_tokens=["<|im_start|>"],
+        tokenizer_object=tokenizer, eos_token=marks[1], pad_token="<|endoftext|>", chat_template=chat_template,
+        additional_special_tokens=[marks[0]],
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 from conftest import QWEN35_STYLE_TEMPLATE, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_templates import GEMMA_STYLE_TEMPLATE, LLAMA_STYLE_TEMPLATE, tokenizer_of
 
 from protocol import (
     TOOL_NAME,
@@ -130,9 +131,11 @@ def test_tool_result_holds_step_status_observation_and_admissible_actions():
 # --- token-prefix extension -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["chatml", "qwen35"])
-def chat(request, chatml_tokenizer, qwen35_tokenizer):
-    return ChatTokens({"chatml": chatml_tokenizer, "qwen35": qwen35_tokenizer}[request.param])
+@pytest.fixture(scope="module", params=[None, QWEN35_STYLE_TEMPLATE, LLAMA_STYLE_TEMPLATE, GEMMA_STYLE_TEMPLATE],
+                ids=["chatml", "qwen35", "llama", "gemma"])  # fmt: skip
+def chat(request):
+    chatml = request.param in (None, QWEN35_STYLE_TEMPLATE)
+    return ChatTokens(make_tokenizer(request.param) if chatml else tokenizer_of(request.param))
 
 
 def test_template_with_tools_is_used_as_it_is_and_one_without_gets_the_built_in_one(chatml_tokenizer, qwen35_tokenizer):
@@ -226,8 +229,6 @@ def test_extension_cost_does_not_depend_on_the_history(chat, monkeypatch):
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        (QWEN35_STYLE_TEMPLATE.replace("'\\n<tool_response>\\n'", "'\\n<tool_response ' ~ loop.index ~ '>\\n'"), "depends on the history"),
-        (QWEN35_STYLE_TEMPLATE.replace("{%- elif message.role == 'tool' %}", "{%- elif message.role == 'never' %}"), "does not render a tool result"),
         (QWEN35_STYLE_TEMPLATE.replace("message.content | trim + '<|im_end|>", "message.content[:3] + '<|im_end|>"), "does not keep"),
         (QWEN35_STYLE_TEMPLATE.replace("{%- if add_generation_prompt %}", "{%- if add_generation_prompt and messages|length == 2 %}"), "generation prompt"),
         (QWEN35_STYLE_TEMPLATE.replace("<|im_end|>", "END"), "special token"),
@@ -243,5 +244,5 @@ def test_tokenizer_without_chatml_marks_and_without_tools_is_refused():
     tokenizer._tokenizer = type(tokenizer._tokenizer).from_str(
         tokenizer._tokenizer.to_str().replace("<|im_start|>", "<|other|>")
     )
-    with pytest.raises(TemplateMismatch, match="no place for tools"):
+    with pytest.raises(TemplateMismatch, match="is not there; the tokenizer lacks"):
         ChatTokens(tokenizer)
