@@ -65,10 +65,8 @@ from rollout import (
     run_with_settings,
 )
 from train import (
-    LORA_ALPHA,
     PROBE_TOKENS,
     WAYS_OF_SYNC,
-    Policy,
     RunLog,
     SavedAdapter,
     TrainSettings,
@@ -76,6 +74,9 @@ from train import (
     check_adapter,
     check_swanlab,
     resolve_sync,
+    stored_base,
+    stored_path,
+    visible,
 )
 
 EVALUATION_SPLITS = (*SPLITS[1:], HELD_OUT)
@@ -171,7 +172,8 @@ def describe_model(settings: EvalSettings, base_model: str) -> Candidate:
         whole = (folder / "config.json").is_file()  # --lora-rank 0 saves a model, not an adapter
         if whole:
             check_whole_model(folder, base_model)
-        rank = 0 if whole else check_adapter(folder, base_model).r
+        config = None if whole else check_adapter(folder, base_model)
+        rank = max([config.r, *(config.rank_pattern or {}).values()]) if config else 0
         update, name = saved_as(folder)
         digest = sha256_of(folder / ("model.safetensors" if whole else "adapter_model.safetensors"))
         found = Candidate(settings.run_name or name, base_model, str(folder), update, rank, digest)
@@ -189,8 +191,8 @@ def check_whole_model(folder: Path, base_model: str) -> None:
     for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
         if ours.get(name) != theirs.get(name):
             raise SettingsError(
-                f"{folder} is a model of another shape ({name} {ours.get(name)}) than --base-model {base_model!r} "
-                f"({theirs.get(name)}): give the base that it was trained from"
+                f"{folder} is a model of another shape ({name} {visible(ours.get(name))}) than --base-model "
+                f"{base_model!r} ({visible(theirs.get(name))}): give the base that it was trained from"
             )
 
 
@@ -214,7 +216,9 @@ def saved_as(folder: Path) -> tuple[int | None, str]:
             raise ValueError("names no update and run")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{path} is damaged ({reason}): take another checkpoint, or remove this file") from error
+        raise SettingsError(
+            f"{path} is damaged ({visible(reason)}): take another checkpoint, or remove this file"
+        ) from error
     return update, f"{run}-update-{update:04d}"
 
 
@@ -238,8 +242,8 @@ def make_header(settings: EvalSettings, play: RolloutSettings, model: Candidate,
     return {
         "type": "header",
         "run_name": model.name,
-        "base_model": model.base_model,
-        "model_path": model.model_path,
+        "base_model": stored_base(model.base_model),
+        "model_path": model.model_path and stored_path(model.model_path),
         "weights": model.sha256,
         "weight_sync": resolve_sync(settings.weight_sync, dtype) if model.rank else None,
         "split": settings.split,
@@ -445,9 +449,9 @@ async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: Enviro
         records = [{name: record[name] for name in record if name != "so_far"} for record in working.records]
         records.sort(key=lambda record: (record["split"], record["game_id"]))
         by_split = {split: [r for r in records if r["split"] == split] for split in settings.splits} | {"all": records}
-        about = {name: getattr(model, name) for name in ("name", "base_model", "model_path", "update")}
+        about = {"name": model.name, "base_model": header["base_model"], "model_path": header["model_path"]}
         compared = {name: header[name] for name in (*RECORDED_SETTINGS, "dtype")}
-        summary = {"type": "summary"} | about | {"settings": compared} | working.so_far
+        summary = {"type": "summary"} | about | {"update": model.update, "settings": compared} | working.so_far
         summary["splits"] = {split: summarize(chosen) for split, chosen in by_split.items()}
         if not settings.texts:
             records = [{name: record[name] for name in record if name not in TEXTS} for record in records]
@@ -467,8 +471,8 @@ async def play_games(
     """Play `games`, `--games-per-batch` of them at any time, and write each down as it ends."""
     chat = load_chat_tokens(play.base_model)
     way = resolve_sync(settings.weight_sync, engine_dtype(play))
-    if model.rank and way == "merged" and (alpha := check_adapter(Path(model.model_path), model.base_model).lora_alpha) != LORA_ALPHA:
-        raise SettingsError(f"{model.model_path} has alpha {alpha}, and weights are summed with {LORA_ALPHA}: give --weight-sync adapter")
+    if model.rank:
+        SavedAdapter(Path(model.model_path), play.base_model)  # refuses what does not fit before anything is started
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(WorldPool(worlds))
         if len(await playable_games(pool, games, ready=True)) < len(games):
@@ -499,15 +503,10 @@ async def play_games(
 
 
 async def load_weights(model: Candidate, play: RolloutSettings, sampler: Sampler, way: str, chat: ChatTokens) -> None:
-    """Bring saved adapter weights to the engine; merging them takes a policy, on the CPU: it only adds up."""
+    """Bring saved adapter weights to the engine; merging them takes the base too, on the CPU."""
     dtype = engine_dtype(play)
-    if way == "adapter":
-        weights = SavedAdapter(Path(model.model_path), play.base_model)
-    else:
-        weights = await asyncio.to_thread(
-            Policy, play.base_model, lora_rank=model.rank, device="cpu", dtype=getattr(torch, dtype), seed=play.seed
-        )
-        weights.load_adapter(model.model_path)
+    base_dtype = getattr(torch, dtype) if way == "merged" else None
+    weights = await asyncio.to_thread(SavedAdapter, Path(model.model_path), play.base_model, base_dtype)
     probe = chat.first_prompt(first_messages("find out which weights are in use.", "You see a probe.", None))
     sync = WeightSync(weights, sampler, way, dtype)
     try:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import importlib.util
 import json
@@ -509,7 +510,9 @@ class Sampler:
 
             ranks = [rank for rank in typing.get_args(MaxLoRARanks) if rank >= lora_rank]
             if not ranks:
-                raise SettingsError(f"--lora-rank is {lora_rank}; the engine takes at most {max(typing.get_args(MaxLoRARanks))}")
+                largest = max(typing.get_args(MaxLoRARanks))
+                raise SettingsError(f"the adapter's rank is {lora_rank}, and the engine takes at most {largest}: "
+                                    "lower --lora-rank, or give --weight-sync merged")
             options |= {
                 "enable_lora": True,
                 "max_loras": 1,
@@ -743,10 +746,29 @@ def engine_dtype(settings: RolloutSettings) -> str:
     return "bfloat16" if torch.cuda.is_available() or is_hybrid(settings.base_model) else "float32"
 
 
+@functools.cache
+def reach_hub() -> None:
+    """Whether the hub answers is asked once. If not, its client works from this machine's files, and asks no more."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # the client's library has changed before, and with it the errors
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for the engine's process
+        text = f"the hub cannot be reached ({first_line(error)}): only what this machine has of it is used"
+        print(text, file=sys.stderr, flush=True)
+
+
 def load_model_config(base_model: str):
     """The model's (text) config. Raises SettingsError when `base_model` is no model."""
     from transformers import AutoConfig
 
+    if not os.path.isdir(base_model):
+        reach_hub()
     try:
         return AutoConfig.from_pretrained(base_model, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError) as error:

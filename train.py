@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -56,7 +56,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from tqdm import tqdm, trange
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3_5TextConfig
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from advantages import (
@@ -114,6 +115,49 @@ from rollout import (
     write_records,
 )
 
+# --- names that are written down ----------------------------------------------------------------------------------
+
+PROJECT = Path(__file__).resolve().parent
+
+
+def visible(text: object, most: int = 200) -> str:
+    """What was read from a file, for a message: what a terminal would obey or hide is escaped, and the end cut off."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[:most])
+
+
+def stored_path(path: str | Path) -> str:
+    """A path as files hold it, the same from any folder: below the project's folder from there on, else absolute."""
+    path = Path(path).expanduser()
+    for full in (Path(os.path.abspath(path)), path.resolve()):
+        if full.is_relative_to(PROJECT):
+            return str(full.relative_to(PROJECT))
+    return os.path.abspath(path)
+
+
+def stored_base(base_model: str) -> str:
+    """The name of a base as files hold it: a folder as any path, a hub id as it is."""
+    return stored_path(base_model) if os.path.isdir(base_model) else base_model
+
+
+def usable_path(stored: str) -> str:
+    """What a stored path or base is called from here; in older files a path may be from the folder of their run on."""
+    full = os.path.join(PROJECT, stored)
+    return full if stored and os.path.exists(full) else stored
+
+
+def check_same_base(stored: str, now: str, refusal: str) -> None:
+    """Raise SettingsError(refusal) unless two stored names are of one base.
+
+    A folder is known by its real path. One that is gone can't be compared: the base at hand is taken, with a word.
+    """
+    found = [os.path.realpath(path) if os.path.isdir(path := usable_path(name)) else name for name in (stored, now)]
+    if found[0] == found[1]:
+        return
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", stored) or os.path.isdir(found[0]):  # a hub id, or a folder that is there
+        raise SettingsError(refusal)
+    print(f"{visible(stored)}, which was the base model, is not there any more: {now} is taken for it", flush=True)
+
+
 # --- policy ---------------------------------------------------------------------------------------------------
 
 _DENSE_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -140,29 +184,42 @@ def keeps_attention(config) -> bool:
     return "linear_attention" not in layer_kinds(config)
 
 
-_TEXT_LAYERS = "base_model.model.model.layers."
-_ENGINE_LAYERS = "base_model.model.model.language_model.layers."
+_PEFT_PREFIX = "base_model.model."
+_TEXT_LAYERS = f"{_PEFT_PREFIX}model.layers."
+_ENGINE_LAYERS = f"{_PEFT_PREFIX}model.language_model.layers."
 
 
-def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, bool]:
-    """Load the text model of a checkpoint, without dropout; and say whether that is a vision-language checkpoint.
-
-    Code from the checkpoint is never run. ValueError where there is no readable model, and where weights are missing
-    from the checkpoint or have another shape in it: transformers would fill them with random numbers.
-    """
+def load_base_config(base_model: str):
+    """The config of a checkpoint, without dropout; code from it is never run. SettingsError if it is no model."""
     try:
         config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"base model {base_model!r} is no model folder and no readable hub id: {first_line(error)}"
         ) from error
-    disable_progress_bar()
     text_config = config.get_text_config()
     # Layers recompute in training mode only, so dropout is removed rather than switched off by eval mode: sampler
     # and trainer must compute the same function.
     for name, value in vars(text_config).items():
         if "drop" in name and isinstance(value, float):
             setattr(text_config, name, 0.0)
+    return config
+
+
+def model_shape(config) -> torch.nn.Module:
+    """The model of a text config, built without memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, bool]:
+    """Load the text model of a checkpoint, without dropout; and say whether that is a vision-language checkpoint.
+
+    ValueError where there is no readable model, and where weights are missing from the checkpoint or have another shape
+    in it: transformers would fill them with random numbers.
+    """
+    config = load_base_config(base_model)
+    disable_progress_bar()
     model, info = AutoModelForCausalLM.from_pretrained(
         base_model, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
         output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, by name
@@ -172,61 +229,187 @@ def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, boo
         names = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
         raise SettingsError(f"base model {base_model!r}: {len(absent)} weights are missing from the checkpoint or have "
                          f"another shape there, and would be random: {names}; fetch or save the model again")
-    return model, text_config is not config
+    return model, config.get_text_config() is not config
 
 
-def _save_adapter_tensors(tensors: dict[str, torch.Tensor], folder: Path, engine_layout: bool) -> None:
-    if engine_layout:
-        tensors = {name.replace(_TEXT_LAYERS, _ENGINE_LAYERS): value for name, value in tensors.items()}
-    tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+def save_model(
+    model: torch.nn.Module, base_model: str, folder: Path, tensors: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write a whole model that plays alone; `tensors` in place of its own, if given. Its tokenizer is the base's.
+
+    So is its generation config, copied as it is: transformers reads more of them than it agrees to write.
+    """
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder, state_dict=tensors)
+    (folder / "generation_config.json").unlink()
+    if found := cached_file(base_model, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+        shutil.copyfile(found, folder / "generation_config.json")
+    AutoTokenizer.from_pretrained(base_model, trust_remote_code=False).save_pretrained(folder)
 
 
-def _read_adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors = load_file(folder / "adapter_model.safetensors")
-    except SafetensorError as error:
-        raise SettingsError(f"{folder / 'adapter_model.safetensors'} is damaged: {error}; take another checkpoint") from error
-    return {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): tensor for name, tensor in tensors.items()}
+# --- adapters -----------------------------------------------------------------------------------------------------
+#
+# An adapter means what peft computes from its weights and its config. Of peft's options those may be set that both ways
+# of weight sync follow, and those that say nothing about saved weights. All others are refused by name.
+
+SCALE_OPTIONS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+MODULE_OPTIONS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+HARMLESS_OPTIONS = (  # notes, what is for training only, and details of an option that must be off
+    "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout",
+    "runtime_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size",
+)  # fmt: skip
+HARMLESS_VALUES = {  # beside peft's default; the other initialisations change the base as well
+    "task_type": ("CAUSAL_LM",), "revision": ("main",), "init_lora_weights": (False, "gaussian", "orthogonal", "eva"),
+}  # fmt: skip
+MERGE_IT = "merge it into its base with peft (merge_and_unload), save that and the tokenizer, give it as --base-model"
 
 
-def check_adapter(folder: Path, base_model: str) -> PeftConfig:
-    """The config of a saved adapter. ValueError, before weights are read, if there is none or it has another base."""
+def check_options(about: dict, config: LoraConfig, folder: Path) -> None:
+    """Refuse an adapter if its config sets what would not be followed; `about` is the config as it was read."""
+    known = {f.name: f.default for f in fields(LoraConfig)}
+    followed = {*SCALE_OPTIONS, *MODULE_OPTIONS, *HARMLESS_OPTIONS}
+    refused = [
+        f"{name} = {value!r}"
+        for name, default in known.items()
+        if name not in followed and ((value := getattr(config, name)) or default)
+        and value not in (default, *HARMLESS_VALUES.get(name, ()))
+    ]  # fmt: skip
+    refused += [f"{name} = {value!r}, which the installed peft does not know" for name, value in about.items()
+                if value and name not in known]  # fmt: skip
+    if refused:
+        reason = visible("; ".join(refused))
+        raise SettingsError(f"{folder} is an adapter with {reason}, which is not supported: {MERGE_IT}")
+
+
+def check_adapter(folder: Path, base_model: str) -> LoraConfig:
+    """The config of a saved adapter. SettingsError, before weights are read, if it is none that plays on this base."""
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise SettingsError(f"no adapter in {folder}: {file} is missing; give a path that train.py printed")
     path = folder / "adapter_config.json"
     try:
         about = json_object(read_file(path))
-        saved_base, rank = about.get("base_model_name_or_path"), about.get("r")
-        if type(saved_base) is not str or not saved_base.isprintable() or type(rank) is not int or rank < 1:
+        saved_base, rank, ranks = about.get("base_model_name_or_path"), about.get("r"), about.get("rank_pattern") or {}
+        if type(saved_base) is not str or not saved_base or type(rank) is not int:
             raise ValueError(f"names no base model and rank ({repr(saved_base):.40}, {repr(rank):.40})")
-        saved = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise SettingsError(f"{path} is no adapter config: {first_line(error):.200}") from error
-    if saved_base != base_model and Path(saved_base).resolve() != Path(base_model).resolve():
+        if not all(type(value) is int and value > 0 for value in (rank, *ranks.values())):
+            raise ValueError(f"has a rank that is none ({repr(rank):.40}, {repr(ranks):.80})")
+        if about.get("peft_type") != "LORA":
+            raise ValueError(f"is of the kind {repr(about.get('peft_type')):.40}, not LORA")
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise SettingsError(f"{path} is no LoRA adapter's config: {visible(first_line(error))}") from error
+    check_same_base(saved_base, stored_base(base_model),
+                    f"{folder} is an adapter trained on another base, {visible(saved_base)}, not on {base_model}; "
+                    f"pass --base-model {visible(usable_path(saved_base))}")  # fmt: skip
+    check_options(about, config, folder)
+    return config
+
+
+def check_fit(tensors: dict[str, torch.Tensor], model: PeftModel, folder: Path) -> None:
+    """Refuse an adapter's tensors unless they are those that peft has in `model`, by name and shape."""
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    if outside := [name for name in own if not name.startswith(_TEXT_LAYERS)]:
+        raise SettingsError(f"{folder} adapts {outside[0]}, which is not in a layer of the decoder: {MERGE_IT}")
+    for name in sorted(tensors.keys() & own.keys()):
+        if tensors[name].shape != own[name].shape:
+            raise SettingsError(f"{folder} is an adapter trained on another base: {name} has shape "
+                                f"{tuple(tensors[name].shape)}, not {tuple(own[name].shape)}")
+    unmatched = {"have no place in this base": sorted(tensors.keys() - own.keys()),
+                 "are missing": sorted(own.keys() - tensors.keys())}  # fmt: skip
+    found = [f"{len(names)} weights {what}, as {visible(names[0])}" for what, names in unmatched.items() if names]
+    if found:
+        raise SettingsError(f"{folder}: by its config {' and '.join(found)}: it is damaged, or of another base")
+
+
+def _save_adapter_tensors(tensors: dict[str, torch.Tensor], folder: Path, engine_layout: bool) -> None:
+    if engine_layout:
+        tensors = {engine_name(name): value for name, value in tensors.items()}
+    tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def engine_name(name: str) -> str:
+    """What vLLM calls a weight of a base that is stored as a vision-language model."""
+    return name.replace(_TEXT_LAYERS, _ENGINE_LAYERS)
+
+
+def _save_adapter_config(config: LoraConfig, base_model: str, folder: Path) -> None:
+    config = copy.copy(config)
+    config.base_model_name_or_path = stored_base(base_model)
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # whose order would change from run to run
+    config.save_pretrained(str(folder))
+
+
+def _read_adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except SafetensorError as error:
         raise SettingsError(
-            f"{folder} is an adapter trained on another base, {saved_base:.200}, not on {base_model}; "
-            f"pass --base-model {saved_base:.200}"
-        )
-    return saved
+            f"{folder / 'adapter_model.safetensors'} is damaged: {visible(error)}; take another checkpoint"
+        ) from error
+    return {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): tensor for name, tensor in tensors.items()}
+
+
+def adapted_linears(model: torch.nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Modules with an adapter, by peft's name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+@torch.no_grad()
+def merged_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, fp32 tensor) of every linear with an adapter: its weight and what peft adds to it, summed in fp32."""
+    for name, module in adapted_linears(model):
+        merged = module.get_base_layer().weight.float() + module.get_delta_weight("default")
+        yield f"{name.removeprefix(_PEFT_PREFIX)}.weight", merged
 
 
 class SavedAdapter:
-    """A saved adapter as `WeightSync` wants it, for the way `adapter`: its base need not be loaded for that."""
+    """A saved LoRA adapter, anyone's, as `WeightSync` wants it: what peft makes of its config and its weights."""
 
-    def __init__(self, folder: Path, base_model: str) -> None:
-        check_adapter(folder, base_model)
-        self._folder = folder
+    def __init__(self, folder: Path, base_model: str, dtype: torch.dtype | None = None) -> None:
+        """dtype: of the base, which is loaded for the way `merged`. None, for the way `adapter`: it is only looked at.
+
+        SettingsError if the adapter is not the base's or has options that are not followed.
+        """
+        config, self._base_model = check_adapter(folder, base_model), base_model
         self._tensors = _read_adapter_tensors(folder)
-        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
-        self._vision_language = config.get_text_config() is not config
+        base_config = load_base_config(base_model)
+        self._vision_language = base_config.get_text_config() is not base_config
+        model = load_base(base_model, dtype)[0] if dtype else model_shape(base_config.get_text_config())
+        config.init_lora_weights, config.inference_mode = True, True
+        try:
+            self._model = get_peft_model(model, config)
+        except (ValueError, TypeError, AttributeError, KeyError, re.error) as error:
+            reason = visible(first_line(error))
+            raise SettingsError(f"{folder}: peft makes no adapter of its adapter_config.json: {reason}") from error
+        check_fit(self._tensors, self._model, folder)
+        names = [name.removeprefix(_PEFT_PREFIX) for name, _ in adapted_linears(self._model)]
+        for key in (*config.rank_pattern, *config.alpha_pattern):  # peft would pass over it: here it has other names
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
+                raise SettingsError(f"{folder}: rank_pattern or alpha_pattern names {visible(key)}, and no module with "
+                                    f"an adapter is called so in this base: {MERGE_IT}")
+        if dtype:
+            set_peft_model_state_dict(self._model, self._tensors)
 
     def save_adapter(self, folder: Path, engine_layout: bool = False) -> None:
-        """As `Policy.save_adapter`."""
+        """As `Policy.save_adapter`; where ranks or scales differ by module, each is written under the full name."""
         folder.mkdir(parents=True, exist_ok=True)
-        _save_adapter_tensors(self._tensors, folder, engine_layout and self._vision_language)
-        shutil.copy(self._folder / "adapter_config.json", folder)
+        rename = engine_name if engine_layout and self._vision_language else str
+        _save_adapter_tensors(self._tensors, folder, rename is engine_name)
+        config = copy.copy(self._model.peft_config["default"])
+        for option, values in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            if getattr(config, option):
+                by_module = {re.escape(rename(name).removeprefix(_PEFT_PREFIX)): getattr(module, values)["default"]
+                             for name, module in adapted_linears(self._model)}  # fmt: skip
+                setattr(config, option, by_module)
+        _save_adapter_config(config, self._base_model, folder)
+
+    def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `Policy.merged_tensors`."""
+        return merged_linears(self._model)
 
     def differs_from_base(self) -> bool:
         """As `Policy.differs_from_base`."""
@@ -372,8 +555,7 @@ class Policy:
         if self.lora_rank:
             self.save_adapter(folder)
         else:
-            self.model.save_pretrained(folder, state_dict=dict(self.merged_tensors()) if self.sharded else None)
-            AutoTokenizer.from_pretrained(self.base_model, trust_remote_code=False).save_pretrained(folder)
+            save_model(self.model, self.base_model, folder, dict(self.merged_tensors()) if self.sharded else None)
 
     def moments(self) -> dict[str, torch.Tensor]:
         """Adam's state in host memory: a weight's place in `parameters` and what it is (step, exp_avg, exp_avg_sq)."""
@@ -421,9 +603,7 @@ class Policy:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         _save_adapter_tensors(tensors, folder, engine_layout and self.vision_language)
-        config = copy.copy(self.model.peft_config["default"])
-        config.target_modules = sorted(config.target_modules)  # a set, whose order would change from run to run
-        config.save_pretrained(str(folder))
+        _save_adapter_config(self.model.peft_config["default"], self.base_model, folder)
 
     def differs_from_base(self) -> bool:
         """Whether training has changed anything; a fresh adapter's B is 0."""
@@ -459,34 +639,28 @@ class Policy:
     def load_adapter(self, folder: str | Path) -> None:
         """Replace the adapter's weights by saved ones (either layout); the optimizer's state stays as it is.
 
-        ValueError if there is none in `folder`, or if it belongs to another base, rank or set of modules.
+        SettingsError if there is none in `folder`, or if it belongs to another base, rank, scale or set of modules.
         """
         folder = Path(folder)
         saved, own = check_adapter(folder, self.base_model), self.model.peft_config["default"]
-        if (saved.r, saved.lora_alpha) != (own.r, own.lora_alpha):
-            raise SettingsError(f"{folder} has LoRA rank {saved.r}, alpha {saved.lora_alpha}, this run {own.r}, "
-                             f"{own.lora_alpha}; pass --lora-rank {saved.r}")
+        for name in SCALE_OPTIONS:
+            then, now = getattr(saved, name), getattr(own, name)
+            if then != now:
+                what = f"LoRA rank {then}, not {now}: pass --lora-rank {then}"
+                if name != "r":
+                    what = f"{name} {visible(then)}, not {now}: take a checkpoint that train.py saved"
+                raise SettingsError(f"{folder} has {what}")
         tensors = _read_adapter_tensors(folder)
-        own_tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        shapes = [{name: tuple(value.shape) for name, value in side.items()} for side in (tensors, own_tensors)]
-        if differing := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
-            raise SettingsError(f"{folder} is an adapter trained on another base: {differing[0]} has shape "
-                             f"{shapes[0].get(differing[0])}, not {shapes[1].get(differing[0])}")
+        check_fit(tensors, self.model, folder)
         set_peft_model_state_dict(self.model, tensors)
 
-    @torch.no_grad()
     def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 tensor) of every linear with an adapter: base + alpha / rank * B A, summed in fp32.
 
         Without an adapter: every weight. Names are those of the text model's own checkpoint (`model.layers.0....weight`), whatever the base's layout.
         Each tensor is new: the base stays as loaded, so nothing drifts over many updates.
         """
-        if not self.lora_rank:
-            yield from self.model.named_parameters()
-        for name, module in self.model.named_modules():
-            if isinstance(module, LoraLayer):
-                merged = module.get_base_layer().weight.float() + module.get_delta_weight("default")
-                yield f"{name.removeprefix('base_model.model.')}.weight", merged
+        return merged_linears(self.model) if self.lora_rank else self.model.named_parameters()
 
 
 def placed_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -998,6 +1172,16 @@ USABLE_SHARE = 0.95  # of the card: the rest is the driver's and what nobody tho
 ENGINE_STEP_TOKENS = 2048  # most tokens of one engine step, unless asked for (vllm 0.32, SchedulerConfig)
 
 
+# Of the model card of Qwen/Qwen3.5-4B, so that a plan for the recipe needs neither the model nor the hub: 8 x (3 Gated
+# DeltaNet + 1 attention), 16 heads for q and 4 for k and v of 256, 32 heads for the linear v and 16 for q and k of 128.
+RECIPE_SHAPE = {
+    "vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "tie_word_embeddings": True, "mamba_ssm_dtype": "float32",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """What trainer and engine take on one card, and how they share it; sizes in bytes.
@@ -1052,9 +1236,7 @@ class WeightCounts(NamedTuple):
 
 def count_weights(config) -> WeightCounts:
     """Counted in the model itself, which is built without memory. An adapter has rank * (in + out) numbers a matrix."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    targets = LORA_TARGETS.get(config.model_type)
+    model, targets = model_shape(config), LORA_TARGETS.get(config.model_type)
     adapted = [
         module.weight
         for name, module in model.named_modules()
@@ -1354,6 +1536,16 @@ def render_plan(plan: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
+def planned_config(base_model: str):
+    """The text config of the model to plan for. The recipe's is not looked for on the hub, as its shape is known."""
+    if base_model == RolloutSettings.base_model and not os.path.isdir(base_model):
+        how = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+        if not cached_file(base_model, "config.json", **how):
+            print(f"{base_model} is not on this machine: this is the plan for its shape as published", flush=True)
+            return Qwen3_5TextConfig(**RECIPE_SHAPE)
+    return load_model_config(base_model)
+
+
 def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
     """The plan of a run: for the size that `--plan` names, else for this process's GPU. SettingsError if there is none."""
     if settings.plan in ("", "here"):
@@ -1370,7 +1562,7 @@ def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
     elif processes > 1:  # the trainers that follow stay on their cards
         allowed = ("together", "sleep")
     return plan_memory(
-        load_model_config(play.base_model), card=card, tokens=play.max_trajectory_tokens,
+        planned_config(play.base_model), card=card, tokens=play.max_trajectory_tokens,
         concurrent=min(
             play.max_concurrent_requests,
             math.ceil(settings.games_per_batch / play.engine_data_parallel) * settings.group_size,
@@ -1733,6 +1925,26 @@ def checkpoint_folder(run_dir: Path, update: int) -> Path:
     return run_dir / "checkpoints" / f"update-{update:04d}"
 
 
+def try_saving(run_dir: Path, base_model: str, lora_rank: int) -> None:
+    """Save all of a model but its weights and take that away again: a run that can't save ends before it learns."""
+    scratch, config = run_dir / "checkpoints" / "trial.partial", load_base_config(base_model).get_text_config()
+    shutil.rmtree(scratch, ignore_errors=True)
+    disable_progress_bar()
+    try:
+        if lora_rank:
+            adapted = Policy._with_adapter(model_shape(config), lora_rank, seed=0)
+            _save_adapter_config(adapted.peft_config["default"], base_model, scratch)
+        else:
+            save_model(model_shape(config), base_model, scratch, {})
+    except OSError:  # of the disk
+        raise
+    except Exception as error:  # transformers and its tokenizers have many reasons not to write what they have read
+        raise SettingsError(f"{base_model} could be trained, but not saved: {visible(first_line(error))}; mend that in "
+                            f"it, and go on with --resume {run_dir}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def complete_checkpoints(root: Path) -> list[Path]:
     """All checkpoints in a folder, by update, without what is being written or removed."""
     return sorted(path for path in root.glob("update-*") if path.suffix == "")
@@ -1790,9 +2002,9 @@ def _damage(folder: Path) -> str | None:
             if not (folder / name).resolve().is_relative_to(folder.resolve()):
                 return f"{CHECKSUMS} names {name!r}, which is outside"
             if not (folder / name).is_file():
-                return f"{name}, which {CHECKSUMS} lists, is missing"
+                return f"{visible(name)}, which {CHECKSUMS} lists, is missing"
             if _sha256(folder / name) != digest:
-                return f"{name} is not what {CHECKSUMS} says was saved"
+                return f"{visible(name)} is not what {CHECKSUMS} says was saved"
         _read_progress(folder / "state" / "training.json")
     except (OSError, ValueError) as error:
         return str(error)
@@ -1804,7 +2016,8 @@ def _read_progress(path: Path) -> Progress:
         about = json_object(read_file(path))
         progress = Progress(**{f.name: about[f.name] for f in fields(Progress)})
     except (KeyError, ValueError, OSError) as error:
-        raise CheckpointError(f"{path} does not say where a run stands: {type(error).__name__} {error}") from error
+        reason = f"{type(error).__name__} {visible(error)}"
+        raise CheckpointError(f"{path} does not say where a run stands: {reason}") from error
     kinds = {"int": int, "str": str, "dict": dict}
     for f in fields(Progress):
         value = getattr(progress, f.name)
@@ -1851,35 +2064,49 @@ def resumed_settings(args: argparse.Namespace) -> dict:
     if not resume:
         return {}
     run_dir, folder = find_run(resume, runs_dir, run_name)
+    if resume == "auto":
+        args.resume = str(run_dir)  # whatever folder of runs its settings name
     if folder:
         saved, path = read_checkpoint(folder).settings, folder / "state" / "training.json"
     else:
         saved, path = read_run_settings(run_dir), run_dir / "settings.json"
     known = {f.name: f for cls in (TrainSettings, SignalSettings, RolloutSettings, EnvironmentSettings) for f in fields(cls)}
     for name, f in known.items():
-        value = saved.get(name) if f.metadata.get("fixed") else saved.setdefault(name, f.default)  # it may be newer than the run
+        value = saved.setdefault(name, f.default)  # a setting may be newer than the run, which then was as by default
         if type(value) is not type(f.default) and not (type(value) is int and type(f.default) is float):
             raise CheckpointError(f"{path}: the setting {name} is {str(value)[:40]!r}; start a new run")
-    return {name: saved[name] for name in known}
+    return {name: usable_path(saved[name]) if name in STORED_NAMES else saved[name] for name in known}
+
+
+STORED_NAMES = {"base_model": stored_base, "data_root": stored_path, "runs_dir": stored_path}
+
+
+def stored_settings(*settings: TrainSettings | SignalSettings | RolloutSettings | EnvironmentSettings) -> dict:
+    """All settings by name, as files hold them: paths that mean the same from any folder."""
+    everything = {name: value for part in settings for name, value in asdict(part).items()}
+    return everything | {name: store(everything[name]) for name, store in STORED_NAMES.items()}
 
 
 def check_resumable(progress: Progress, settings: dict, games: str) -> None:
     """Refuse to go on with settings or games that would give another result; say what else is not as it was."""
     known = [f for cls in (TrainSettings, SignalSettings, RolloutSettings) for f in fields(cls) if f.metadata["fixed"]]
     for f in known:
-        then, now = progress.settings[f.name], settings[f.name]
-        if then != now:
-            raise CheckpointError(f"--{f.name.replace('_', '-')} was {then!r} in the run that is resumed and is now {now!r}, "
-                                  "which would alter its result: leave the flag out, or start a new run")
+        then, now = progress.settings.get(f.name, f.default), settings[f.name]
+        refusal = (f"--{f.name.replace('_', '-')} was {visible(repr(then))} in the run that is resumed and is now "
+                   f"{now!r}, which would alter its result: leave the flag out, or start a new run")  # fmt: skip
+        if f.name == "base_model":
+            check_same_base(then, now, refusal)
+        elif then != now:
+            raise CheckpointError(refusal)
     if progress.games != games:
         raise CheckpointError(f"the games in {settings['data_root']} are not those the run began with: --data-root must "
-                              f"have the same (it was {progress.settings['data_root']})")
+                              f"have the same (it was {visible(progress.settings['data_root'])})")
     if progress.update >= settings["max_steps"]:
         raise CheckpointError(f"the run has done {progress.update} updates, and --max-steps is {settings['max_steps']}: "
                               "give more to go on")
     for name, now in package_versions().items():
         if (then := progress.versions.get(name)) != now:
-            print(f"{name} was {then} when the run was saved and is now {now}: results may differ in the last digits")
+            print(f"{name} was {visible(then)} when the run was saved and is now {now}: last digits may differ")
 
 
 def package_versions() -> dict[str, str]:
@@ -2144,7 +2371,7 @@ def save_on_the_way_out(run: Run) -> None:
         if run.policy.sharded:
             learn(run.policy, share(Batch([], save=True)), run.settings, run.signal)
         save(run)
-    except (OSError, RuntimeError, SafetensorError) as second:  # the disk, most likely, which the first error is about too
+    except Exception as second:  # most likely of the cause of the first, which is raised
         print(f"update {run.progress.update} could not be saved: {first_line(second)}", flush=True)
 
 
@@ -2171,7 +2398,7 @@ async def start_run(
         folder, checkpoint = find_run(settings.resume, settings.runs_dir, settings.run_name)
     else:
         folder, checkpoint = Path(settings.runs_dir) / (settings.run_name or time.strftime("%Y%m%d-%H%M%S")), None
-    everything = asdict(settings) | asdict(signal) | asdict(play) | asdict(worlds)
+    everything = stored_settings(settings, signal, play, worlds)
     games, meter = check_run(settings, signal, play)
     chat = load_chat_tokens(play.base_model)
     pool = stack.enter_context(WorldPool(worlds))
@@ -2185,12 +2412,16 @@ async def start_run(
     digest = hashlib.sha256("\n".join(game.game_id for game in games).encode()).hexdigest()
     progress = Progress(0, 0, 0, digest, everything, package_versions())
     if settings.resume:
-        progress = read_checkpoint(checkpoint) if checkpoint else replace(progress, settings=read_run_settings(folder))
+        if checkpoint:  # whose checksums were compared when its settings were read
+            progress = _read_progress(checkpoint / "state" / "training.json")
+        else:
+            progress = replace(progress, settings=read_run_settings(folder))
         check_resumable(progress, everything, digest)
     first_games, _ = await games_of_update(pool, games, 0, settings.games_per_batch)
     await check_first_prompts(chat, pool, first_games, play)
     if not settings.resume:
         make_run_dir(folder, everything)
+    try_saving(folder, play.base_model, settings.lora_rank)
     log = stack.enter_context(
         RunLog(folder, folder.name, settings.swanlab_project, settings.swanlab_mode, everything, progress.metrics_bytes)
     )

@@ -36,8 +36,8 @@ from transformers.utils import logging
 from advantages import SignalSettings, make_datum
 from rollout import RolloutSettings, Sampler
 from train import (
-    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, SharedCard, WeightSync, count_weights, has_fused_delta_rule,
-    mean_gap, plan_memory, trainer_memory,
+    GIB, OUTSIDE_ENGINE_SHARE, RECIPE_SHAPE, USABLE_SHARE, Policy, SharedCard, WeightSync, count_weights,
+    has_fused_delta_rule, mean_gap, plan_memory, trainer_memory,
 )  # fmt: skip
 
 VERSION = 1  # of the weights that go to the engine
@@ -66,15 +66,9 @@ class Size:
 
 
 SIZES = {
-    # The model card of Qwen/Qwen3.5-4B: 32 layers, 8 x (3 Gated DeltaNet + 1 attention), 16 heads for q and 4 for k and v of
-    # 256, 32 heads for the linear v and 16 for q and k of 128, a tied head. A trajectory of the published run has
-    # 12,000 tokens, 2,800 of them sampled.
+    # A trajectory of the published run has 12,000 tokens, 2,800 of them sampled.
     "recipe": Size(
-        shape={
-            "vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
-            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        },
+        shape=RECIPE_SHAPE,
         tokens=12_000, sampled=2_800, turns=50, lora_rank=32, head_chunk=256, repeats=2,
     ),
     # Heads of 128 and 64: the smallest that the engine's kernels for CPUs take.

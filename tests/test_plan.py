@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5T
 
 from advantages import SignalSettings, make_datum, token_logprobs
 from train import (
-    GIB, OUTSIDE_ENGINE_SHARE, USABLE_SHARE, Policy, cache_of_trajectory, cache_shape, count_weights, plan_memory,
-    render_plan, trainer_memory,
+    GIB, OUTSIDE_ENGINE_SHARE, RECIPE_SHAPE, USABLE_SHARE, Policy, cache_of_trajectory, cache_shape, count_weights,
+    plan_memory, render_plan, trainer_memory,
 )  # fmt: skip
 
 SHAPE = {
@@ -32,11 +32,7 @@ CONFIGS = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     } | changed),
 }  # fmt: skip
-RECIPE = Qwen3_5TextConfig(
-    vocab_size=248_320, hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, num_attention_heads=16,
-    num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
-    linear_value_head_dim=128, tie_word_embeddings=True, mamba_ssm_dtype="float32",
-)  # fmt: skip
+RECIPE = Qwen3_5TextConfig(**RECIPE_SHAPE)
 
 
 @pytest.fixture(scope="module")
