@@ -12,13 +12,18 @@ evaluation settings and the same games. A file that is not is named, with the re
 """
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
+
+# A notebook hands its own backend down to the commands that it starts; where that one is not installed, the import fails.
+BACKEND_FOR_WINDOWS = os.environ.pop("MPLBACKEND", "")
 
 import matplotlib
 import numpy as np
@@ -546,6 +551,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = parse_settings(arguments)
         if not settings.show:
             matplotlib.use("Agg")
+        elif BACKEND_FOR_WINDOWS:
+            with contextlib.suppress(ValueError):  # else matplotlib takes the first that works here
+                matplotlib.use(BACKEND_FOR_WINDOWS, force=False)
         analyse(settings)
     except AnalysisError as error:
         raise SystemExit(f"analysis.py: {error}") from None
