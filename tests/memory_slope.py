@@ -9,10 +9,10 @@ vocabulary keep their proportion, which decides what full logits cost. Bytes are
 import argparse
 import contextlib
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 
-import matplotlib
 import torch
 from gpu_check import SIZES, peak_bytes, random_datum, save_random_model, torch_delta_rule, updates, variants
 from transformers.utils import logging
@@ -66,7 +66,7 @@ def main() -> None:
         slope = (row[-1] - row[-2]) / (TOKENS[-1] - TOKENS[-2]) / 1024
         print(f"{name:36}" + "".join(f"{peak / MIB:9.1f}" for peak in row) + f"{slope:14.1f}")
 
-    matplotlib.use("Agg")
+    os.environ["MPLBACKEND"] = "Agg"  # a notebook's need not be installed here
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
