@@ -197,7 +197,7 @@ def _rloo(groups: Groups, settings: AdvantageSettings) -> Advantages:
     """A_k = R_k - mean of the other branches' R = K / (K - 1) * (R_k - mean(R)); 0 where there is no other.
 
     Source: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!" (2019); for language models Ahmadian et
-    al., "Back to Basics" (2024), arXiv 2402.14740, section 2.2.
+    al., "Back to Basics: Revisiting REINFORCE Style Optimization" (2024), arXiv 2402.14740, the RLOO estimator.
     Sums to 0 over the group. Unbiased, where group-mean shrinks the gradient by (K - 1) / K; for groups of one size
     that is a constant, so the two differ in the learning rate alone.
     """
@@ -341,8 +341,8 @@ def _state_value(groups: Groups, settings: AdvantageSettings) -> Advantages:
     """`generalized_advantages` over values of the states that the group visited; no trajectory's advantage is added.
 
     Branches that all play alike have nothing to compare: 0. With `advantage_std` the group's turns are standardized.
-    Sources: Zhu et al., "GAGPO" (2026), arXiv 2605.13217, section "Method": V is the mean of discounted returns over
-    all visits of a state in the group, GAE over it, standardized in the group. Wang et al., "Group-Graph Policy
+    Sources: Zhu et al., "Generalized Advantage Grouped Policy Optimization" (2026), arXiv 2605.13217: V is the mean of
+    discounted returns over all visits of a state in the group, GAE over it, normalized in the group. Wang et al., "Group-Graph Policy
     Optimization" (2026), arXiv 2606.22995: the same V of the final reward, and the TD error (lambda 0) standardized
     over all edges of the group's graph as one of three terms. Cheng et al., "Beyond Trajectory-Level Attribution"
     (GraphGPO, 2026), arXiv 2605.26684: the same graph, V from the shortest way to a win. Built is what they share:
@@ -393,9 +393,9 @@ def _gae(groups: Groups, settings: AdvantageSettings) -> Advantages:
 
 
 def value_targets(episode: Episode, settings: AdvantageSettings) -> list[float]:
-    """What the value head is fitted to, one number a turn: the lambda-return A_t + V_t, A before any whitening.
+    """What the value head is fitted to, one number a turn: A_t + V_t, with A before any whitening.
 
-    With lambda 1 the discounted return. Schulman et al. 2017 (PPO), section 5, leave V_target open; this is the usual.
+    The lambda-return, as PPO's implementations have it; with lambda 1 the discounted return from the turn on.
     """
     advantages = generalized_advantages(episode.rewards_N, episode.values_N, settings.discount, settings.gae_lambda)
     return [a + value for a, value in zip(advantages, episode.values_N)]
