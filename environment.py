@@ -83,6 +83,7 @@ class WorldState:
     score: int  # 1 once won, else 0
     won: bool
     done: bool
+    state_id: str  # digest of the branch's facts: equal in all branches, workers and replays of a game
 
 
 @dataclass(frozen=True)
@@ -679,7 +680,7 @@ def _fact_tables(task, language: _Language, initial: set, bits: dict, numbered: 
 
 # ------------------------------------------------------------------------------------------------- playing it
 
-Reply = tuple[str, tuple[str, ...], int, bool, bool]  # the fields of WorldState, plain for the way between processes
+Reply = tuple[str, tuple[str, ...], int, bool, bool, str]  # the fields of WorldState, plain for the way between processes
 
 
 class _Facts:
@@ -697,6 +698,10 @@ class _Facts:
             for row in self._rows:
                 index.setdefault(tuple(row[0][place] for place in places), []).append(row)
         return index.get(tuple(known[place] for place in places), [])
+
+
+def _state_id(state: int) -> str:
+    return hashlib.blake2b(b"%x" % state, digest_size=6).hexdigest()
 
 
 class World:
@@ -738,7 +743,7 @@ class World:
         """A new branch: its state and what it shows. As in stock, a game won at its start still goes on."""
         state = self._start
         text = self._text([["rule", "intro"]], {}, state)
-        return state, (text, self._admissible(state), 0, self._won(state), False)
+        return state, (text, self._admissible(state), 0, self._won(state), False, _state_id(state))
 
     def step(self, state: int, last: Reply, action: str) -> tuple[int, Reply]:
         """What a branch in `state`, showing `last`, is and shows after a command. A finished game stays as it is."""
@@ -746,7 +751,7 @@ class World:
             return state, last
         row = self._applicable(state, self._ranks.get(action.strip(), -1))
         if row is None:
-            return state, ("Nothing happens.", last[1], int(last[3]), last[3], last[3])
+            return state, ("Nothing happens.", last[1], int(last[3]), last[3], last[3], last[5])
         _, _, on, off, conditional, (variables, nodes), arguments = row
         for needs, forbids, more_on, more_off in conditional:
             if state & needs == needs and not state & forbids:
@@ -755,7 +760,7 @@ class World:
         text = self._text(nodes, dict(zip(variables, arguments)), new)
         admissible = last[1] if new == state else self._admissible(new)
         won = self._won(new) if (new ^ state) & self._goal_bits else last[3]
-        return new, (text, admissible, int(won), won, won)
+        return new, (text, admissible, int(won), won, won, _state_id(new))
 
     def _won(self, state: int) -> bool:
         return any(state & needs == needs and not state & forbids for needs, forbids in self._goal)

@@ -296,6 +296,11 @@ class Turn:
     status: Status
     observation: str
     admissible: tuple[str, ...]
+    state_id: str  # of the world's state in which the turn was taken
+
+    @property
+    def invalid(self) -> bool:
+        return self.status in ("malformed", "not admissible")
 
 
 @dataclass
@@ -322,7 +327,7 @@ class Trajectory:
 
     @property
     def invalid_actions(self) -> int:
-        return sum(turn.status in ("malformed", "not admissible") for turn in self.turns)
+        return sum(turn.invalid for turn in self.turns)
 
     @property
     def malformed(self) -> int:
@@ -331,6 +336,11 @@ class Trajectory:
     @property
     def reward(self) -> float:
         return trajectory_reward(self.won, self.invalid_actions)
+
+    @property
+    def rewards(self) -> list[float]:
+        """By turn: the penalty of an invalid action, 1 for the turn that won; they sum to the reward."""
+        return [trajectory_reward(turn.status == "won", turn.invalid) for turn in self.turns]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -386,6 +396,7 @@ class Trajectory:
                     "prompt_tokens": turn.prompt_length,
                     "completion_tokens": turn.end - turn.prompt_length,
                     "finish_reason": turn.finish_reason,
+                    "state_id": turn.state_id,
                 }
                 for step, turn in enumerate(self.turns, 1)
             ],
@@ -910,7 +921,7 @@ async def _take_turn(
         )
     prompt_length = len(trajectory.tokens)
     trajectory.tokens += completion.tokens
-    text = chat.completion_text(completion.tokens)
+    text, before = chat.completion_text(completion.tokens), state.state_id
     call = parse_tool_call(text)
     if call.action is None:
         status: Status = "malformed"
@@ -923,7 +934,7 @@ async def _take_turn(
             status = "won" if state.won else "over"
     turn = Turn(
         prompt_length, len(trajectory.tokens), completion.logprobs, text, completion.finish_reason,
-        call.action, call.error, status, observation, state.admissible,
+        call.action, call.error, status, observation, state.admissible, before,
     )  # fmt: skip
     return turn, state
 

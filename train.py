@@ -65,6 +65,7 @@ from advantages import (
     TokenScores,
     TrainingDatum,
     credit,
+    episode_of,
     make_datum,
     mismatch_metrics,
     rollout_metrics,
@@ -2203,7 +2204,7 @@ async def learn_from(
     settings, policy = run.settings, run.policy
     with timed(metrics, "time/train"):
         write_records(run.folder / "rollouts" / f"update-{update:04d}.jsonl", sum(groups, []))
-        advantages = [credit(group) for group in groups]
+        advantages = credit([[episode_of(trajectory) for trajectory in group] for group in groups], run.signal)
         save_now = update == settings.max_steps or bool(settings.save_every) and update % settings.save_every == 0
         batch = Batch(training_data(groups, advantages, run.signal), update, save_now)
         await run.card.to_trainer()

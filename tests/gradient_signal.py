@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from advantages import SignalSettings, credit, training_data
+from advantages import SignalSettings, credit, episode_of, training_data
 from data import batch_of_games, find_games, shuffle_games
 from environment import EnvironmentSettings, WorldPool
 from rollout import DEMO_MODEL, RolloutSettings, Sampler, gather_or_cancel, load_chat_tokens, play_group
@@ -35,7 +35,7 @@ def batch_gradient(policy: Policy, groups: list) -> torch.Tensor:
     """Of the recipe's loss over a batch, flat, float32 on the CPU; batches without advantage give zeros."""
     policy.optimizer.zero_grad()
     signal = SignalSettings()
-    for datum in training_data(groups, [credit(group) for group in groups], signal):
+    for datum in training_data(groups, credit([[episode_of(t) for t in group] for group in groups], signal), signal):
         policy.accumulate(datum, signal)
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in policy.parameters])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from advantages import SignalSettings, credit, make_datum, rollout_metrics, training_data
+from advantages import SignalSettings, credit, episode_of, make_datum, rollout_metrics, training_data
 from rollout import RolloutSettings, Sampler, SettingsError, gather_or_cancel, play_group
 from train import (
     PROBE_TOKENS, Batch, MismatchTooLarge, Policy, SharedCard, TrainSettings, WeightsDidNotArrive, WeightSync,
@@ -90,7 +90,7 @@ def sync(run, policy, sampler, warm_model):
 
 def roll(run, sampler, chat, pool, games, update, settings):
     groups = run(gather_or_cancel(play_group(sampler, chat, pool, game, 4, update, settings) for game in games))
-    return groups, [credit(group) for group in groups]
+    return groups, credit([[episode_of(t) for t in group] for group in groups], SIGNAL)
 
 
 def difference_from_engine(policy, groups):
