@@ -376,10 +376,11 @@ def _state_value(groups: Groups, settings: SignalSettings) -> Advantages:
 
     Branches that all play alike have nothing to compare: 0. With `advantage_std` the group's turns are standardized.
     Sources: Zhu et al., "Generalized Advantage Grouped Policy Optimization" (2026), arXiv 2605.13217: V is the mean of
-    discounted returns over all visits of a state in the group, GAE over it, normalized in the group. Wang et al., "Group-Graph Policy
-    Optimization" (2026), arXiv 2606.22995: the same V of the final reward, and the TD error (lambda 0) standardized
-    over all edges of the group's graph as one of three terms. Cheng et al., "Beyond Trajectory-Level Attribution"
-    (GraphGPO, 2026), arXiv 2605.26684: the same graph, V from the shortest way to a win. Built is what they share:
+    discounted returns over all visits of a state in the group, GAE over it, normalized in the group. Wang et al.,
+    "Group-Graph Policy Optimization" (2026), arXiv 2606.22995: the same V of the final reward, and the TD error
+    (lambda 0) standardized over all edges of the group's graph, as one of three terms. Cheng et al., "Beyond
+    Trajectory-Level Attribution" (2026), arXiv 2605.26684 (GraphGPO): the same graph, but V from the shortest way to a
+    win, compared among the turns that leave one state, beside the trajectory's. Built is what they share:
     a turn earns what it changes in the value that the group gives its state. `state_values` "mean" is V of the first
     two; "chain" solves for V on the graph, as the third does, but for the policy's mean rather than its best way.
 
