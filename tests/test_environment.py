@@ -128,7 +128,7 @@ def test_stock_texts_do_not_depend_on_the_hash_seed_nor_do_ours(games):
         "world = environment.World(environment.compile_game(game)); state, reply = world.start(); told = []\n"
         "for action in [first[1][0], 'look', first[1][1], 'inventory']:\n"
         "    state, reply = world.step(state, reply, action); told.append(reply)\n"
-        "    assert reply == stock.step(action), action\n"
+        "    assert reply[:5] == stock.step(action), action\n"
         "print(hashlib.sha256(repr(told).encode()).hexdigest())\n"
     )
     told = set()
