@@ -28,6 +28,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+# Threads that spin while they wait for each other stand still beside a busy neighbour. It must be said before torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 from tqdm import tqdm
 

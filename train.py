@@ -43,6 +43,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+# Threads that spin while they wait for each other stand still beside a busy neighbour. It must be said before torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
