@@ -10,7 +10,7 @@ code, so a game from anyone needs no trust. A branch is one integer, the bit set
 The invariant: texts, the order of everything in them, admissible commands, score, won and done are byte for byte those
 of stock alfworld/TextWorld, whatever process, order or worker a branch runs in. Stock iterates over sorted facts, so
 its texts do not depend on PYTHONHASHSEED. A finished game stays as it is, as in TextWorld's batch environments.
-`tests/test_environment.py` holds both against each other, `tests/bench_environment.py` measures them.
+`tests/test_world_texts.py` holds both against each other, `tests/bench_environment.py` measures them.
 
     python environment.py --data-root datasets/alfworld    # compile every game below that folder ahead of a run
 """
@@ -360,8 +360,8 @@ def _written_out(condition) -> tuple[int, int]:
     return (sum(count for count, _ in sizes), sum(literals for _, literals in sizes)) if sizes else (1, 1)
 
 
-def _explore(task) -> tuple[list, list]:
-    """The task's ground actions and axioms: `instantiate.explore` of fast_downward with bounds on its work."""
+def _explore(task) -> tuple[list, list, set]:
+    """Ground actions and axioms, and the atoms that change: fast_downward's `instantiate.explore`, with bounds."""
     from fast_downward.translate import build_model, instantiate, pddl, pddl_to_prolog
 
     program = pddl_to_prolog.translate(task)
@@ -386,10 +386,10 @@ def _explore(task) -> tuple[list, list]:
     found = collections.Counter(atom.predicate for atom in queue.queue if isinstance(atom.predicate, pddl.Action))
     if sum(count * effects[action] ** 2 for action, count in found.items()) > MOST_PAIRS:  # each is held against each
         raise _NotUnderstood(f"the ground actions have more than {MOST_PAIRS:,} pairs of effects")
-    reachable, _, actions, axioms, _ = instantiate.instantiate(task, queue.queue)
+    reachable, changing, actions, axioms, _ = instantiate.instantiate(task, queue.queue)
     if not reachable:
         raise _NotUnderstood("the goal cannot be reached")
-    return actions, axioms
+    return actions, axioms, changing
 
 
 def _ground(task, said: dict[str, tuple[list, list]], language: _Language) -> dict:
@@ -399,8 +399,8 @@ def _ground(task, said: dict[str, tuple[list, list]], language: _Language) -> di
     variable is one atom, so what the step does to operators comes down to `_effects`.
     """
     initial = _initial_atoms(task)
-    ground_actions, axioms = _explore(task)
-    goal = _goal(task, axioms)
+    ground_actions, axioms, changing = _explore(task)
+    goal = _goal(task, axioms, changing)
     parameters = {action.name: action.parameters[: action.num_external_parameters] for action in task.actions}
     operators = _operators(ground_actions, parameters)
     bits = _bits(goal, operators, {predicate for predicate, _ in language.queries})
@@ -525,10 +525,11 @@ def _effects(action, needs: set, forbids: set) -> list[tuple]:
     return effects
 
 
-def _goal(task, axioms: list) -> list[tuple[set, set]]:
+def _goal(task, axioms: list, changing: set) -> list[tuple[set, set]]:
     """The goal as alternatives (atoms that must be true, atoms that must be false).
 
-    An axiom the goal names stands for the alternatives of its condition; axioms elsewhere are not known here.
+    An axiom the goal names stands for the alternatives of its condition; axioms elsewhere are not known here. Of other
+    goals stock keeps what an action can change, also where what it drops is never met, and cannot load what is empty.
     """
     from fast_downward.translate import pddl
 
@@ -537,7 +538,9 @@ def _goal(task, axioms: list) -> list[tuple[set, set]]:
     if len(literals) == 1 and literals[0].predicate in derived and not literals[0].negated:
         conditions = [axiom.condition for axiom in axioms if axiom.effect == literals[0]]
     else:
-        conditions = [literals]
+        conditions = [[literal for literal in literals if pddl.Atom(*_key(literal)) in changing]]
+        if not conditions[0] or {literal.negate() for literal in conditions[0]} & set(conditions[0]):
+            raise _NotUnderstood("a goal that is always or never met")
     if any(literal.predicate in derived for condition in conditions for literal in condition):
         raise _NotUnderstood("a goal with nested or negated conditions")
     if len(derived) > 1 or any(_key(axiom.effect) != _key(literals[0]) for axiom in axioms):

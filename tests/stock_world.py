@@ -3,7 +3,8 @@
 `StockWorld` is textworld's own environment for PDDL games under alfworld's own name demangler, asked for `won` and the
 admissible commands. A finished game stays as it is and answers every further command with its last state, as
 TextWorld's batch environments do (the ones that alfworld plays through). `memoise` saves the reference most of its
-waiting in long checks; the benchmark does not use it.
+waiting in long checks; the benchmark does not use it. `altered_problem` makes other PDDL problems out of one, for random
+comparisons.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import functools
 import itertools
 import random
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +47,9 @@ class StockWorld:
 
     def load(self, game_file: Path | str) -> None:
         self._env.load(str(game_file))
+
+    def name_of(self, entity: str) -> str:
+        return self._env.unwrapped._entity_infos[entity].name
 
     def reset(self) -> State:
         state = self._env.reset()
@@ -94,6 +99,7 @@ HANDLING = ("take", "move", "open", "close", "use", "heat", "cool", "clean", "sl
 def random_action(rng: random.Random, admissible: Sequence[str], earlier: Sequence[str]) -> str:
     """A command: mostly admissible (handling things more often than walking), else formerly so, odd or misspelt."""
     kind = rng.random()
+    admissible = admissible or PLAIN  # nothing may be left to do in a game that was altered
     handling = [action for action in admissible if action.startswith(HANDLING)]
     if kind < 0.35 and handling:
         return rng.choice(handling)
@@ -102,7 +108,7 @@ def random_action(rng: random.Random, admissible: Sequence[str], earlier: Sequen
     if kind < 0.75:
         return rng.choice(PLAIN)
     if kind < 0.85:
-        return rng.choice(earlier)
+        return rng.choice(earlier or PLAIN)
     if kind < 0.92:
         return rng.choice(ODDITIES)
     action = rng.choice(admissible)
@@ -134,3 +140,79 @@ def difference(stock: StockWorld, world, actions: Sequence[str] | int, rng: rand
         done.append(action)
         expected = stock.step(action)
         state, reply = world.step(state, reply, action)
+
+
+# --- other problems ---
+
+CONDITIONS = ("isHot", "isCool", "isClean", "isOn", "isToggled", "isSliced", "opened", "pickupable", "toggleable")
+RELATIONS = ("inReceptacle", "holds", "objectType", "receptacleType", "objectAtLocation", "receptacleAtLocation")
+
+
+def altered_problem(problem: str, rng: random.Random) -> str:
+    """The problem with 1 to 30 edits: another type for a thing, a fact more, less or about other things, another goal."""
+    sections = {section[0]: section for section in parsed(problem) if isinstance(section, list)}
+    objects, init = _typed(sections[":objects"][1:]), sections[":init"]
+    facts = [fact for fact in init[1:] if fact[0] != "="]
+    numbers = [fact for fact in init[1:] if fact[0] == "="]
+    predicates = sorted({(fact[0], len(fact) - 1) for fact in facts} | {(name.lower(), 1) for name in CONDITIONS})
+    busy = sorted({name for fact in facts for name in fact[1:]} & objects.keys())
+    for _ in range(rng.choice((1, 2, 4, 8, 30))):
+        edit, fact = rng.random(), rng.randrange(len(facts))
+        if edit < 0.4:
+            objects[rng.choice(busy)] = rng.choice(("object", "object", "receptacle", "receptacle", *objects.values()))
+        elif edit < 0.55:
+            del facts[fact]
+        elif edit < 0.75:
+            facts[fact] = [*facts[fact]]
+            facts[fact][rng.randrange(1, len(facts[fact]))] = rng.choice(busy)
+        elif edit < 0.95:
+            name, arity = rng.choice(predicates)
+            facts.append([name, *(rng.choice(busy) for _ in range(arity))])
+        else:
+            sections[":goal"][1] = _random_goal(rng, busy, [], 3)
+    sections[":objects"][1:] = [word for name, type_ in objects.items() for word in (name, "-", type_)]
+    init[1:] = numbers + facts
+    return written(["define", *sections.values()])
+
+
+def parsed(problem: str) -> list:
+    open_lists: list[list] = [[]]
+    for word in re.findall(r"[()]|[^()\s]+", re.sub(";.*", "", problem.lower())):
+        if word == "(":
+            open_lists.append([])
+        elif word == ")":
+            done = open_lists.pop()
+            open_lists[-1].append(done)
+        else:
+            open_lists[-1].append(word)
+    return open_lists[0][0]
+
+
+def _typed(words: list[str]) -> dict[str, str]:
+    objects, names = {}, []
+    words = iter(words)
+    for word in words:
+        if word == "-":
+            objects |= dict.fromkeys(names, next(words))
+            names = []
+        else:
+            names.append(word)
+    return objects
+
+
+def written(part) -> str:
+    return f"({' '.join(map(written, part))})" if isinstance(part, list) else part
+
+
+def _random_goal(rng: random.Random, things: list[str], variables: list[str], depth: int) -> list:
+    """A condition over things and variables; `depth` is how deep it may nest."""
+    kind = rng.choice(("and", "or", "not", "exists", "forall", "imply")) if depth and rng.random() < 0.7 else "literal"
+    if kind == "literal":
+        name = rng.choice(CONDITIONS + RELATIONS)
+        return [name, *(rng.choice(variables * 40 + things) for _ in range(1 + (name in RELATIONS)))]
+    if kind in ("exists", "forall"):
+        variable = f"?v{len(variables)}"
+        inner = _random_goal(rng, things, [*variables, variable], depth - 1)
+        return [kind, [variable, "-", rng.choice(("object", "receptacle"))], inner]
+    count = {"not": 1, "imply": 2}.get(kind) or rng.randrange(4)
+    return [kind, *(_random_goal(rng, things, variables, depth - 1) for _ in range(count))]
