@@ -191,6 +191,7 @@ def keeps_attention(config) -> bool:
 _PEFT_PREFIX = "base_model.model."
 _TEXT_LAYERS = f"{_PEFT_PREFIX}model.layers."
 _ENGINE_LAYERS = f"{_PEFT_PREFIX}model.language_model.layers."
+_PART_OF_ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.)")
 
 
 def load_base_config(base_model: str):
@@ -199,7 +200,7 @@ def load_base_config(base_model: str):
         config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"base model {base_model!r} is no model folder and no readable hub id: {first_line(error)}"
+            f"base model {base_model!r} is no model folder and no readable hub id: {visible(first_line(error))}"
         ) from error
     text_config = config.get_text_config()
     # Layers recompute in training mode only, so dropout is removed rather than switched off by eval mode: sampler
@@ -245,7 +246,7 @@ def save_model(
     """
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder, state_dict=tensors)
-    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").unlink(missing_ok=True)
     if found := cached_file(base_model, "generation_config.json", _raise_exceptions_for_missing_entries=False):
         shutil.copyfile(found, folder / "generation_config.json")
     AutoTokenizer.from_pretrained(base_model, trust_remote_code=False).save_pretrained(folder)
@@ -314,8 +315,9 @@ def check_adapter(folder: Path, base_model: str) -> LoraConfig:
 def check_fit(tensors: dict[str, torch.Tensor], model: PeftModel, folder: Path) -> None:
     """Refuse an adapter's tensors unless they are those that peft has in `model`, by name and shape."""
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    if outside := [name for name in own if not name.startswith(_TEXT_LAYERS)]:
-        raise SettingsError(f"{folder} adapts {outside[0]}, which is not in a layer of the decoder: {MERGE_IT}")
+    for name, module in adapted_modules(model):
+        if module is model.get_output_embeddings() or not isinstance(module.get_base_layer(), torch.nn.Linear):
+            raise SettingsError(f"{folder} adapts {name}; supported are linears of the decoder's layers: {MERGE_IT}")
     for name in sorted(tensors.keys() & own.keys()):
         if tensors[name].shape != own[name].shape:
             raise SettingsError(f"{folder} is an adapter trained on another base: {name} has shape "
@@ -357,17 +359,29 @@ def _read_adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): tensor for name, tensor in tensors.items()}
 
 
-def adapted_linears(model: torch.nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+def adapted_modules(model: torch.nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """Modules with an adapter, by peft's name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 @torch.no_grad()
 def merged_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, fp32 tensor) of every linear with an adapter: its weight and what peft adds to it, summed in fp32."""
-    for name, module in adapted_linears(model):
-        merged = module.get_base_layer().weight.float() + module.get_delta_weight("default")
-        yield f"{name.removeprefix(_PEFT_PREFIX)}.weight", merged
+    """(name, fp32 tensor) of every linear of the layers, with what peft adds to it summed in fp32.
+
+    Also of those without an adapter, and biases: vLLM makes one of several (q, k, v), and of one that it loads again,
+    whatever it is not given is left without a value.
+    """
+    for name, module in model.named_modules():
+        adapted = isinstance(module, LoraLayer)
+        linear = module.get_base_layer() if adapted else module
+        of_layers = isinstance(linear, torch.nn.Linear) and module is not model.get_output_embeddings()
+        if not of_layers or _PART_OF_ADAPTED.search(name):
+            continue
+        name = name.removeprefix(_PEFT_PREFIX)
+        weight = linear.weight.float()
+        yield f"{name}.weight", weight + module.get_delta_weight("default") if adapted else weight
+        if linear.bias is not None:
+            yield f"{name}.bias", linear.bias.float()
 
 
 class SavedAdapter:
@@ -390,7 +404,7 @@ class SavedAdapter:
             reason = visible(first_line(error))
             raise SettingsError(f"{folder}: peft makes no adapter of its adapter_config.json: {reason}") from error
         check_fit(self._tensors, self._model, folder)
-        names = [name.removeprefix(_PEFT_PREFIX) for name, _ in adapted_linears(self._model)]
+        names = [name.removeprefix(_PEFT_PREFIX) for name, _ in adapted_modules(self._model)]
         for key in (*config.rank_pattern, *config.alpha_pattern):  # peft would pass over it: here it has other names
             if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
                 raise SettingsError(f"{folder}: rank_pattern or alpha_pattern names {visible(key)}, and no module with "
@@ -407,7 +421,7 @@ class SavedAdapter:
         for option, values in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
             if getattr(config, option):
                 by_module = {re.escape(rename(name).removeprefix(_PEFT_PREFIX)): getattr(module, values)["default"]
-                             for name, module in adapted_linears(self._model)}  # fmt: skip
+                             for name, module in adapted_modules(self._model)}  # fmt: skip
                 setattr(config, option, by_module)
         _save_adapter_config(config, self._base_model, folder)
 
@@ -659,9 +673,10 @@ class Policy:
         set_peft_model_state_dict(self.model, tensors)
 
     def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 tensor) of every linear with an adapter: base + alpha / rank * B A, summed in fp32.
+        """(name, fp32 tensor) of every linear of the layers: base + alpha / rank * B A, summed in fp32; and biases.
 
-        Without an adapter: every weight. Names are those of the text model's own checkpoint (`model.layers.0....weight`), whatever the base's layout.
+        With `lora_rank` 0: every weight. Names are those of the text model's own checkpoint (`model.layers.0....weight`),
+        whatever the base's layout.
         Each tensor is new: the base stays as loaded, so nothing drifts over many updates.
         """
         return merged_linears(self.model) if self.lora_rank else self.model.named_parameters()

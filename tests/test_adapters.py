@@ -7,13 +7,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from small_policies import BASES, make_policy, random_datum, randomise, save_bases
-from transformers import AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
+from small_policies import BASES, SHAPE, make_policy, random_datum, randomise, save_bases, save_model
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5ForConditionalGeneration
 
+import eval as evaluation
 from advantages import SignalSettings
-from rollout import SettingsError
+from rollout import RolloutSettings, Sampler, SettingsError, load_chat_tokens
 from train import (
-    HARMLESS_OPTIONS, HARMLESS_VALUES, MODULE_OPTIONS, SCALE_OPTIONS, SavedAdapter, check_adapter,
+    HARMLESS_OPTIONS, HARMLESS_VALUES, MODULE_OPTIONS, SCALE_OPTIONS, Policy, SavedAdapter, WeightSync, check_adapter,
+    mean_gap,
 )
 
 
@@ -122,7 +124,7 @@ REFUSED = {
 }  # fmt: skip
 QUERY_1 = "model.layers.1.self_attn.q_proj"
 FOLLOWED = {
-    "plain": {},
+    "plain": {"task_type": None},
     "another alpha": {"lora_alpha": 7},
     "rank-stabilised": {"use_rslora": True},
     "alpha by module": {"alpha_pattern": {"q_proj": 64, "layers.1.mlp.up_proj": 3}},
@@ -207,6 +209,21 @@ def test_as_an_adapter_the_engine_adds_what_peft_adds(bases, base, options, tmp_
     assert seen == sum(hasattr(module, "lora_A") for module in stock.values())
 
 
+def test_linears_are_merged_with_all_that_the_engine_makes_one_of(tmp_path):
+    """vLLM leaves what it is not given of q, k and v, or of weight and bias, without a value."""
+    config = Qwen2Config(**SHAPE, num_hidden_layers=2)
+    base = save_model(tmp_path / "biased", config)
+    save_foreign(base, tmp_path / "adapter", target_modules=["q_proj"], layers_to_transform=[1])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    expected = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in linears}
+    assert "model.layers.0.self_attn.k_proj.bias" in expected
+    merged = dict(SavedAdapter(tmp_path / "adapter", base, torch.float32).merged_tensors())
+    assert merged.keys() == expected == dict(make_policy(base).merged_tensors()).keys()
+    changed = {name for name, value in merged.items() if not torch.equal(value, model.state_dict()[name])}
+    assert changed == {"model.layers.1.self_attn.q_proj.weight"}
+
+
 def test_weights_in_half_precision_and_in_the_engines_layout_are_taken(bases, tmp_path):
     base = bases["qwen3_5_vision_language"]
     expected = save_foreign(base, tmp_path / "half", torch.bfloat16, use_rslora=True)
@@ -274,7 +291,7 @@ def test_a_config_that_is_not_of_its_weights_is_refused_with_the_reason(bases, p
 
 def test_an_adapter_outside_the_decoders_layers_is_refused(bases, tmp_path):
     save_foreign(bases["qwen3"], tmp_path, target_modules=["q_proj", "lm_head"])
-    with pytest.raises(SettingsError, match="adapts .*lm_head.*, which is not in a layer of the decoder: merge it"):
+    with pytest.raises(SettingsError, match="adapts .*lm_head; supported are linears of the decoder's layers: merge"):
         SavedAdapter(tmp_path, bases["qwen3"])
 
 
@@ -293,3 +310,50 @@ def test_weights_that_are_missing_are_named(bases, plain_adapter, tmp_path):
     with pytest.raises(SettingsError, match=r"1 weights have no place .* and 1 weights are missing, as .*1\.mlp\.up_proj") as refused:
         SavedAdapter(tmp_path, bases["qwen3"])
     assert str(refused.value).isprintable()
+
+
+# --- in the engine ---
+
+PROBE = [(7 * i) % 500 + 3 for i in range(120)]
+TELLING = {
+    "by module": FOLLOWED["all of them"],
+    "some modules of one layer": FOLLOWED["one layer"] | {"lora_alpha": 3, "use_rslora": True},
+}
+
+
+def load_into(run, folder, base, sampler, way, chat):
+    """As eval.py does it; the engine's scores of a text with the adapter, and peft's."""
+    play = RolloutSettings(base_model=base)
+    model = evaluation.describe_model(evaluation.EvalSettings(model_path=str(folder)), base)
+    run(evaluation.load_weights(model, play, sampler, way, chat))
+    with torch.no_grad():
+        logits_TV = stock_model(base, folder)(input_ids=torch.tensor([PROBE])).logits[0, :-1]
+    expected = logits_TV.log_softmax(-1).gather(1, torch.tensor(PROBE[1:])[:, None])[:, 0].tolist()
+    return run(sampler.score(PROBE)), expected
+
+
+@pytest.mark.parametrize("options", TELLING.values(), ids=TELLING)
+def test_the_engine_plays_with_merged_weights_as_peft_does(run, warm_model, sampler, chat, tmp_path, options):
+    before = run(sampler.score(PROBE))
+    save_foreign(warm_model, tmp_path, **options)
+    try:
+        scores, expected = load_into(run, tmp_path, warm_model, sampler, "merged", chat)
+        assert mean_gap(scores, expected) < 1e-4 < 100 * mean_gap(scores, before)
+    finally:  # the engine gets its first weights back
+        run(WeightSync(Policy(warm_model, device="cpu"), sampler, "merged", "float32").push(0))
+        sampler.policy_version = "base"
+    assert mean_gap(run(sampler.score(PROBE)), before) < 1e-4
+
+
+def test_the_engine_plays_with_an_adapter_as_peft_does(run, hybrid_model, tmp_path):
+    chat, play = load_chat_tokens(hybrid_model), RolloutSettings(base_model=hybrid_model, max_trajectory_tokens=2_000)
+    sampler = run(Sampler.start(play, chat.stop_token_ids, lora_rank=8))
+    try:
+        before = run(sampler.score(PROBE))
+        for name, options in TELLING.items():
+            save_foreign(hybrid_model, tmp_path / name, **options)
+            scores, expected = load_into(run, tmp_path / name, hybrid_model, sampler, "adapter", chat)
+            assert mean_gap(scores, expected) < 0.1 * mean_gap(scores, before), name
+            run(sampler.drop_adapter())
+    finally:
+        sampler.close()

@@ -413,7 +413,7 @@ def test_auto_begins_a_run_that_is_not_there_and_goes_on_with_one_that_is(saved)
     args = types.SimpleNamespace(resume="auto", runs_dir=str(runs), run_name="two")
     assert resumed_settings(args) == {} and args.resume == ""
     args = types.SimpleNamespace(resume="auto", runs_dir=str(runs), run_name="one")
-    assert resumed_settings(args) and args.resume == "auto"
+    assert resumed_settings(args) and args.resume == str(runs / "one")
 
 
 @pytest.mark.parametrize(

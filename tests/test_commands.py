@@ -5,15 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import huggingface_hub
 import pytest
 from conftest import ROOT, STARTER, processes_of, run_command
+from transformers import PreTrainedTokenizerBase
 
 import eval as evaluation
 import train
 from analysis import main as analyse
-from rollout import SettingsError
+from rollout import SettingsError, reach_hub
 
 
 def command(module, monkeypatch, capsys, *arguments):
@@ -176,6 +178,35 @@ def test_every_weight_of_a_model_whose_head_is_tied_is_refused_on_a_cpu(small, m
     assert "--lora-rank is 0; it must be above 0 on a CPU" in command(train, monkeypatch, capsys, *flags)
 
 
+def test_a_model_that_cannot_be_saved_is_refused_before_it_is_trained(small, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*args, **kwargs):
+        raise ValueError("the tokenizer cannot be written")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
+    flags = (*small, "--data-root", STARTER, "--swanlab-mode", "disabled", "--lora-rank", "0", "--run-name", "mine")
+    for more in ((), ("--resume", "runs/mine")):  # it can be mended
+        error = command(train, monkeypatch, capsys, *(more or flags))
+        assert "could be trained, but not saved: ValueError: the tokenizer cannot be written; mend that" in error
+        assert "go on with --resume runs/mine" in error and not list((tmp_path / "runs/mine/checkpoints").iterdir())
+
+
+def test_a_hub_that_does_not_answer_is_named_in_one_line_and_asked_once(small, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    reach_hub.cache_clear()
+    started = time.monotonic()
+    error = command(train, monkeypatch, capsys, *small, "--data-root", STARTER, "--base-model", "no/such-model")
+    assert time.monotonic() - started < 10
+    assert "'no/such-model' is no model" in error
+    assert error.count("\n") == 1 and "the hub cannot be reached (ConnectError" in error
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    reach_hub.cache_clear()
+
+
 def test_existing_run_and_existing_output_are_left_alone(small, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
@@ -226,7 +257,7 @@ def test_model_path_that_is_no_adapter_or_has_another_base_is_refused(small, mon
     (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(SettingsError, match="adapter_model.safetensors is damaged"):
         train.SavedAdapter(tmp_path / "other", small[1])
-    assert "has alpha 8, and weights are summed with 32" in command(evaluation, monkeypatch, capsys, *flags, "other")
+    assert "adapter_model.safetensors is damaged" in command(evaluation, monkeypatch, capsys, *flags, "other")
     (tmp_path / "other" / "adapter_config.json").write_text("{")
     assert "adapter_config.json" in command(evaluation, monkeypatch, capsys, *flags, "other")
     config = json.loads((ROOT / "datasets/demo/model/config.json").read_text()) | {"hidden_size": 8}

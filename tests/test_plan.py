@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 import transformers.masking_utils
@@ -15,10 +16,12 @@ from gpu_check import LiveBytes, plain_loss, standing_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
+import train
 from advantages import SignalSettings, make_datum, token_logprobs
+from rollout import RolloutSettings
 from train import (
-    GIB, OUTSIDE_ENGINE_SHARE, RECIPE_SHAPE, USABLE_SHARE, Policy, cache_of_trajectory, cache_shape, count_weights,
-    plan_memory, render_plan, trainer_memory,
+    GIB, OUTSIDE_ENGINE_SHARE, RECIPE_SHAPE, USABLE_SHARE, Policy, TrainSettings, cache_of_trajectory, cache_shape,
+    count_weights, plan_memory, plan_run, render_plan, trainer_memory,
 )  # fmt: skip
 
 SHAPE = {
@@ -283,3 +286,11 @@ def test_what_does_not_fit_fits_with_any_one_piece_of_advice(gib, asked, advised
 def test_a_card_for_which_nothing_helps_is_told_so():
     plan = plan_memory(RECIPE, card=8 * GIB)
     assert not plan.fits and plan.advice == ("a larger card or a smaller model: no single flag makes it fit",)
+
+
+def test_the_recipe_is_planned_without_its_model_and_without_the_hub(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(train, "load_model_config", None)  # which would ask the hub
+    plan = plan_run(TrainSettings(plan="80"), RolloutSettings())
+    assert plan == plan_memory(RECIPE, card=80 * GIB, scored_tokens=train.PROBE_TOKENS, fused=True)
+    assert "Qwen/Qwen3.5-4B is not on this machine: this is the plan for its shape as" in capsys.readouterr().out
