@@ -3,27 +3,37 @@
 Owns the reading and checking of evaluation JSONL (one trajectory a line, a summary last, as eval.py writes it),
 the statistics (Wilson intervals, exact McNemar tests) and the figures. Of a trajectory line it needs split,
 game_id, task_type, won, reward, steps, invalid_actions alone: slim files of per-game outcomes serve as well.
+Owns the replay page too (images/replay_template.html), which needs the texts, and the rules for why a game was lost.
 
-Invariant: everything printed or drawn comes from files proven comparable: complete, of one base model, with equal
+Invariant: every figure and test comes from files proven comparable: complete, of one base model, with equal
 evaluation settings and the same games. A file that is not is named, with the reason, and left out.
 
     python analysis.py                                            # every *.jsonl of eval_results/ -> images/
     python analysis.py base.jsonl update-80.jsonl --metrics runs/NAME/metrics.jsonl
+    python analysis.py --replay base.jsonl update-80.jsonl        # a page for the browser -> images/replay.html
+    python analysis.py --watch runs/NAME                          # training curves while the run goes on
 """
 
 import argparse
+import base64
 import contextlib
+import hashlib
 import json
 import math
 import os
+import re
 import signal
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
 
-# A notebook hands its own backend down to the commands that it starts; where that one is not installed, the import fails.
+# A notebook hands its backend down to the commands that it starts; where that is not installed, the import fails.
 BACKEND_FOR_WINDOWS = os.environ.pop("MPLBACKEND", "")
 
 import matplotlib
@@ -32,7 +42,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file
+from advantages import group_advantages
+from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, read_file
 from rollout import wilson_interval
 
 EVAL_COMMAND = "uv run python eval.py --split all   (for a checkpoint add --model-path PATH)"
@@ -73,7 +84,7 @@ class AnalysisError(ValueError):
 
 
 def shown(text: object) -> str:
-    """`text` in one line that is safe on a terminal: control and bidi characters, half characters and the like escaped."""
+    """`text` in one line that is safe on a terminal: control and bidi characters, half characters and such escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
@@ -87,16 +98,21 @@ class AnalysisSettings:
     files: tuple[Path, ...] = flag((), type=Path, nargs="*", help="evaluation files; default: those of --result-dir")
     result_dir: Path = flag(Path("eval_results"), type=Path, help="folder whose *.jsonl are read (%(default)s)")
     output: Path = flag(Path("images"), type=Path,
-                        help="folder for checkpoints.png, task_types.png, training.png (%(default)s)")
+                        help="folder for the figures and replay.html, or the page's own file (%(default)s)")
     metrics: Path | None = flag(None, type=Path, help="metrics.jsonl of a run: draw its training curves too")
+    replay: tuple[Path, ...] = flag((), type=Path, nargs="+", metavar="FILE",
+                                    help="write a page that shows these evaluations (with texts) and rollouts")
+    watch: Path | None = flag(None, type=Path, metavar="RUN", help="a run's folder: print and draw updates as they come")
     dpi: int = flag(200, type=int, help="pixels an inch, figures are 10 inches wide (%(default)s)")
     show: bool = flag(False, action="store_true", help="open the figures in windows as well")
 
     def __post_init__(self):
         if not 20 <= self.dpi <= 1200:
             raise AnalysisError(f"--dpi {self.dpi}: give 20 to 1200")
-        if self.output.exists() and not self.output.is_dir():
+        if self.output.exists() and not self.output.is_dir() and not self.replay:
             raise AnalysisError(f"--output {self.output}: is a file; name a folder")
+        if bool(self.files or self.metrics or self.show) + bool(self.replay) + (self.watch is not None) > 1:
+            raise AnalysisError("--replay and --watch go alone: without each other, files, --metrics and --show")
 
 
 @dataclass(frozen=True)
@@ -190,21 +206,28 @@ def trailing_mean(values: Sequence[float], window: int) -> list[float]:
 # --- reading and checking -----------------------------------------------------------------------------------
 
 
-def read_records(path: Path) -> Iterator[tuple[int, dict]]:
-    """Line number and object of each line of a JSONL file; AnalysisError at the first that is not an object."""
+def read_lines(path: Path) -> Iterator[tuple[int, dict | AnalysisError]]:
+    """Number of each line of a JSONL file and its object, or what is wrong with it; AnalysisError if unreadable."""
     try:
         with open_file(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(LARGEST_FILE), b""), 1):
                 if not line.strip():
                     continue
                 try:
-                    record = json_object(line)
+                    yield number, json_object(line)
                 except ValueError as error:
                     fault = str(error) if line.endswith(b"\n") else "cut off mid-line; evaluate again"
-                    raise AnalysisError(f"{path}:{number}: {fault}") from None
-                yield number, record
+                    yield number, AnalysisError(f"{path}:{number}: {fault}")
     except OSError as error:
         raise AnalysisError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict]]:
+    """Line number and object of each line of a JSONL file; AnalysisError at the first that is not an object."""
+    for number, record in read_lines(path):
+        if isinstance(record, AnalysisError):
+            raise record
+        yield number, record
 
 
 def is_number(value: object) -> bool:
@@ -231,6 +254,15 @@ OUTCOME_CHECKS = {
 }
 
 
+def check_fields(where: str, record: dict, checks: dict) -> None:
+    """Raise AnalysisError unless `record` has each name of `checks`, with a value that its check takes."""
+    for name, (is_valid, expected) in checks.items():
+        if name not in record:
+            raise AnalysisError(f"{where}: no {name}: not a trajectory as eval.py writes it")
+        if not is_valid(record[name]):
+            raise AnalysisError(f"{where}: {name} is {brief(record[name])}, not {expected}")
+
+
 def read_evaluation(path: Path) -> Evaluation:
     """One evaluation file, every line checked, its summary recomputed; AnalysisError says what is wrong where."""
     outcomes: list[Outcome] = []
@@ -243,11 +275,7 @@ def read_evaluation(path: Path) -> Evaluation:
         if record.get("type") == "summary":
             summary = record
             continue
-        for name, (is_valid, expected) in OUTCOME_CHECKS.items():
-            if name not in record:
-                raise AnalysisError(f"{where}: no {name}: not a trajectory as eval.py writes it")
-            if not is_valid(record[name]):
-                raise AnalysisError(f"{where}: {name} is {brief(record[name])}, not {expected}")
+        check_fields(where, record, OUTCOME_CHECKS)
         outcome = Outcome(**{name: record[name] for name in OUTCOME_CHECKS})
         earlier = first_line.setdefault((outcome.split, outcome.game_id), number)
         if earlier != number:
@@ -338,12 +366,12 @@ def comparable(evaluations: Sequence[Evaluation]) -> tuple[list[Evaluation], lis
     return kept, left_out
 
 
-def read_metrics(path: Path) -> tuple[list[int], dict[str, list[float]]]:
-    """Updates in order and, for each metric of TRAINING_PANELS, its value at each (NaN where none was logged).
+def read_metrics(path: Path, more: Sequence[str] = ()) -> tuple[list[int], dict[str, list[float]]]:
+    """Updates in order and, for each metric of TRAINING_PANELS and `more`, its value at each (NaN if none was logged).
 
     Of an update that is logged twice (a run that was resumed from before it) the last line counts.
     """
-    names = [name for _, metrics, _ in TRAINING_PANELS for name in metrics]
+    names = [name for _, metrics, _ in TRAINING_PANELS for name in metrics] + list(more)
     rows: dict[int, dict[str, float]] = {}
     for number, record in read_records(path):
         if not is_count(record.get("update")):
@@ -503,6 +531,302 @@ def caption(figure: Figure, text: str) -> None:
     figure.supxlabel(text, fontsize=9.5, color=GREY, parse_math=False)  # a model's name may hold a dollar sign
 
 
+# --- why a game was lost ------------------------------------------------------------------------------------
+
+LOSS_REASONS = {  # in the order in which they are tried
+    "malformed calls": "a third of the turns or more held no readable tool call",
+    "repeats what does nothing": "a third of the turns or more gave an action again that had done nothing before",
+    "never finds the object": "no object of the kind asked for came into view",
+    "wrong object": "took something else, and never an object of the kind asked for",
+    "not yet cleaned, heated or cooled": "took the right object, but never did to it what the task asks for first",
+    "out of steps on the way": "none of these: the steps or tokens ran out on the way",
+}
+TREATMENTS = {"pick_clean_then_place_in_recep": "clean", "pick_heat_then_place_in_recep": "heat",
+              "pick_cool_then_place_in_recep": "cool"}
+# The benchmark's 12 kinds of sentences, such as "put some mug on desk." and "heat some egg and put it in fridge."
+TASK_SENTENCE = re.compile(r"(?:put|find|clean|heat|cool|look at|examine) (?:(?:an?|some|two|the) )?(?:(?:clean|hot|cool) )?"
+                           r"(\w+) (?:in|on|under the|with the|and put (?:it|them) in) \w+\.?")  # fmt: skip
+
+
+def did_nothing(turn: dict) -> bool:
+    """Whether a turn changed and told nothing: malformed, or not understood by the world."""
+    return turn["status"] == "malformed" or turn["observation"].strip() == "Nothing happens."
+
+
+def why_lost(record: dict) -> str | None:
+    """The first reason of LOSS_REASONS whose rule holds for a trajectory; None if it was won.
+
+    Of the record it takes task, task_type, won and of each turn action, status, observation. If the task is not one of
+    the benchmark's sentences, the rules about its object cannot hold.
+    """
+    if record["won"]:
+        return None
+    turns, third = record["turns"], max(1, len(record["turns"]) / 3)
+    fruitless = [turn["action"] for turn in turns if did_nothing(turn) and turn["action"] is not None]
+    actions = [turn["action"] or "" for turn in turns if not did_nothing(turn)]
+    sentence = TASK_SENTENCE.fullmatch(record["task"].strip().lower())
+    kind = re.escape(sentence[1]) if sentence else r"\w+"
+    taken = [action for action in actions if action.startswith("take ")]
+    right = [action for action in taken if re.match(rf"take {kind} \d", action)]
+    treatment = TREATMENTS.get(record["task_type"])
+    rules = (
+        sum(turn["status"] == "malformed" for turn in turns) >= third,
+        len(fruitless) - len(set(fruitless)) >= third,
+        sentence and not any(re.search(rf"\b{kind} \d", turn["observation"].lower()) for turn in turns),
+        taken and not right,
+        right and treatment and not any(re.match(rf"{treatment} {kind} \d", action) for action in actions),
+        True,
+    )
+    return next(reason for reason, holds in zip(LOSS_REASONS, rules, strict=True) if holds)
+
+
+def loss_table(name: str, records: Sequence[dict]) -> str:
+    """How many trajectories were lost for which reason, overall and by task type."""
+    kinds = [kind for kind in TASK_TYPES if any(record["task_type"] == kind for record in records)]
+    lost = [record for record in records if not record["won"]]
+    row = ("{:<34}" + "{:>10}" * (1 + len(kinds))).format
+    short = [re.split(" &| in", TASK_LABELS[kind])[0] for kind in kinds]
+    lines = [shown(name), row(f"why lost ({len(lost)} of {len(records)})", "all", *short)]
+    for reason in LOSS_REASONS:
+        found = Counter(record["task_type"] for record in lost if record["why"] == reason)
+        lines.append(row(reason, found.total(), *(found[kind] for kind in kinds)))
+    return "\n".join(lines)
+
+
+# --- the replay page ----------------------------------------------------------------------------------------
+
+REPLAY_TEMPLATE = Path(__file__).with_name("images") / "replay_template.html"
+FAULTS_NAMED = 5  # bad lines that are named, of each file
+TABLES_PRINTED = 4  # the losses in more files than that are counted together
+
+
+Check = tuple[Callable[[object], bool], str]  # whether a value is as expected, and what is expected
+
+
+def list_of(kind: type, expected: str) -> Check:
+    return lambda value: isinstance(value, list) and all(isinstance(one, kind) for one in value), expected
+
+
+def or_none(check: Check) -> Check:
+    return lambda value: value is None or check[0](value), check[1]
+
+
+TEXT, NUMBER, COUNT = (lambda value: isinstance(value, str), "a text"), (is_number, "a number"), (is_count, "a count")
+REPLAY_CHECKS = OUTCOME_CHECKS | {
+    "split": TEXT, "task_type": TEXT, "task": TEXT, "messages": list_of(dict, "a list of objects"),
+    "turns": list_of(dict, "a list of objects"),
+    "stop_reason": TEXT, "branch": COUNT, "update": or_none(COUNT), "advantage": or_none(NUMBER),
+}
+MESSAGE_CHECKS = {"role": TEXT, "content": TEXT}
+TURN_CHECKS = {
+    "action": or_none(TEXT), "error": or_none(TEXT), "status": TEXT, "observation": TEXT,
+    "admissible": list_of(str, "a list of texts"), "tokens": or_none(list_of(str, "a list of texts")),
+    "logprobs": or_none(list_of(int | float, "a list of numbers")), "advantage": or_none(NUMBER),
+}
+OPTIONAL = {"stop_reason": "", "branch": 0, "update": None, "advantage": None, "group": None}
+OPTIONAL_OF_A_TURN = {"error": None, "tokens": None, "logprobs": None, "advantage": None}
+
+
+def replay_record(where: str, record: dict) -> dict:
+    """A trajectory's record, optional fields filled in, with `why` it was lost; AnalysisError if it is damaged."""
+    if "turns" not in record:
+        raise AnalysisError(f"{where}: has no texts to show (written by eval.py --no-texts?)")
+    record = OPTIONAL | record
+    check_fields(where, record, REPLAY_CHECKS)
+    record["turns"] = [OPTIONAL_OF_A_TURN | turn for turn in record["turns"]]
+    for message in record["messages"]:
+        check_fields(where, message, MESSAGE_CHECKS)
+    for turn in record["turns"]:
+        check_fields(where, turn, TURN_CHECKS)
+        values = turn["logprobs"] or []
+        if len(turn["tokens"] or []) != len(values) or not all(map(is_number, values)):
+            raise AnalysisError(f"{where}: a turn's logprobs are not one number for each of its tokens")
+    return record | {"why": why_lost(record)}
+
+
+def read_replay(path: Path) -> tuple[list[dict], list[str]]:
+    """The trajectories of an evaluation or of an update's rollouts, and a line for all that was left out.
+
+    Rollouts come in groups (the branches of a game, in order): such a record gets the number of its `group` in the
+    file and, unless it has one, its `advantage`. AnalysisError if the file holds no trajectory that can be shown.
+    """
+    records, faults, is_evaluation = [], [], False
+    for number, record in read_lines(path):
+        try:
+            if isinstance(record, AnalysisError):
+                raise record
+            if record.get("type") in ("summary", "header"):
+                is_evaluation = True
+            else:
+                records.append(replay_record(f"{path}:{number}", record))
+        except AnalysisError as error:
+            faults.append(str(error))
+    if not records:
+        raise AnalysisError(faults[0] if faults else f"{path}:1: no trajectory in the file")
+    groups: list[list[dict]] = []
+    for record in [] if is_evaluation else records:
+        last = groups[-1][-1] if groups else {"branch": math.inf}
+        if record["branch"] <= last["branch"] or any(record[one] != last[one] for one in ("update", "split", "game_id")):
+            groups.append([])
+        groups[-1].append(record)
+    for number, group in enumerate(groups):
+        for record, advantage in zip(group, group_advantages([one["reward"] for one in group]), strict=True):
+            if len(group) > 1:
+                record["group"] = number
+                record["advantage"] = advantage if record["advantage"] is None else record["advantage"]
+    more = len(faults) - FAULTS_NAMED
+    return records, faults[:FAULTS_NAMED] + [f"{path}: {more} more lines"] * (more > 0)
+
+
+def packed(record: dict, file: int, texts: dict[str, int], lists: dict[tuple[int, ...], int]) -> dict:
+    """What the page needs of a record; each text and each list of actions is known by its number in these two."""
+
+    def text(value: str | None) -> int | None:
+        return None if value is None else texts.setdefault(value, len(texts))
+
+    def rare(turn: dict) -> dict:
+        found = {} if turn["advantage"] is None else {"advantage": turn["advantage"]}
+        if turn["tokens"]:
+            found["tokens"] = [text(token) for token in turn["tokens"]]
+            found["logprobs"] = [round(value, 3) for value in turn["logprobs"]]
+        return found
+
+    turns, messages = record["turns"], record["messages"]
+    written = [message["content"] for message in messages if message["role"] == "assistant"]
+    before = [*(message["role"] for message in messages), "assistant"].index("assistant")  # messages before the first turn
+    names = ("split", "task_type", "game_id", "task", "won", "reward", "steps", "invalid_actions", "stop_reason", "update",
+             "branch", "group", "advantage", "why")  # fmt: skip
+    columns = {name: [text(turn[name]) for turn in turns] for name in ("action", "error", "status", "observation")}
+    columns |= {
+        "text": [text(words) for words in (written + [""] * len(turns))[: len(turns)]],
+        "list": [lists.setdefault(tuple(map(text, turn["admissible"])), len(lists)) for turn in turns],
+        "nothing": [did_nothing(turn) for turn in turns],
+        "rare": [rare(turn) for turn in turns],
+    }
+    opening = [(text(message["role"]), text(message["content"])) for message in messages[:before]]
+    return {name: record[name] for name in names} | {"file": file, "opening": opening, "turns": columns}
+
+
+def replay_page(files: Mapping[str, Sequence[dict]], left_out: Sequence[str]) -> str:
+    """The template with the trajectories of each file (by name), compressed, and the hashes that its policy allows."""
+    texts, lists, trajectories = {}, {}, []
+    for file, records in enumerate(files.values()):
+        trajectories += [packed(record, file, texts, lists) for record in records]
+    content = {
+        "files": list(files), "left_out": list(left_out), "labels": TASK_LABELS, "reasons": list(LOSS_REASONS.items()),
+        "trajectories": trajectories, "texts": list(texts),
+        "lists": [[number - before for before, number in zip((0, *numbers), numbers)] for numbers in lists],
+    }  # fmt: skip
+    page = REPLAY_TEMPLATE.read_text(encoding="utf-8")
+    for name in ("script", "style"):
+        digest = hashlib.sha256(re.search(f"<{name}>(.*?)</{name}>", page, re.DOTALL)[1].encode()).digest()
+        page = page.replace("{{%s}}" % name.upper(), f"sha256-{base64.b64encode(digest).decode()}")
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return page.replace("{{DATA}}", base64.b64encode(zlib.compress(data, 9)).decode())
+
+
+def write_replay(settings: AnalysisSettings) -> None:
+    """Read what is to be shown, print why games were lost, write the page. AnalysisError where nothing can be shown."""
+    paths = list({path.resolve(): path for path in settings.replay}.values())
+    names = Counter(path.name for path in paths)
+    files: dict[str, list[dict]] = {}
+    left_out = []
+    for path in paths:
+        try:
+            files[path.name if names[path.name] == 1 else str(path)], faults = read_replay(path)
+            left_out += faults
+        except AnalysisError as error:
+            left_out.append(str(error))
+    for reason in left_out:
+        print(f"left out: {shown(reason)}", file=sys.stderr)
+    if not files:
+        raise AnalysisError(f"none of {len(paths)} files can be shown: give evaluations with texts, or rollouts of a run")
+    every = [record for records in files.values() for record in records]
+    for name, records in (files if len(files) <= TABLES_PRINTED else {f"{len(files)} files": every}).items():
+        print(loss_table(name, records) + "\n")
+    page = replay_page(files, left_out)
+    output = settings.output if settings.output.suffix == ".html" else settings.output / "replay.html"
+    save(output, lambda path: path.write_text(page, encoding="utf-8"))
+    print(f"Saved page: {shown(output)} ({len(every)} trajectories, {len(page) / 1e6:.1f} MB)")
+
+
+# --- a run that goes on -------------------------------------------------------------------------------------
+
+WATCH_SECONDS = 2.0  # between two looks at a run
+LINES_AT_ONCE = 5  # of the updates that came since the last look
+SHORTEST_SILENCE_SECONDS, SILENCE_UPDATES = 60.0, 5  # a run that is quiet for longer than either has stopped
+UPDATE_LINE = (
+    ("success", "reward/success", ".3f"), ("reward", "reward/mean", "+.3f"),
+    ("invalid", "rollout/invalid_actions", ".2f"), ("entropy", "train/entropy", ".2f"),
+    ("mismatch", "mismatch/k3", ".1e"), ("seconds", "time/update", ".1f"),
+)  # fmt: skip
+
+
+def state_of_run(done: int, planned: int, silent_seconds: float, update_seconds: Sequence[float]) -> str:
+    """"ended", "silent" or "running", from updates done and planned, the age of the log, and what updates took.
+
+    A run that was resumed for more updates than it began with has done more than is planned; it ends by going silent.
+    """
+    known = [seconds for seconds in update_seconds if not math.isnan(seconds)]
+    patience = max(SHORTEST_SILENCE_SECONDS, SILENCE_UPDATES * statistics.median(known or [0.0]))
+    return "ended" if done == planned else "silent" if silent_seconds > patience else "running"
+
+
+def planned_updates(run: Path) -> int:
+    """`max_steps` of the settings that a run began with."""
+    try:
+        planned = json_object(read_file(run / "settings.json")).get("max_steps")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise AnalysisError(f"--watch {run}: no settings.json to read ({reason}); give the folder of a run") from None
+    if not is_count(planned):
+        raise AnalysisError(f"{run / 'settings.json'}: max_steps is {brief(planned)}, not a count")
+    return planned
+
+
+def stamp_of_log(path: Path) -> tuple[int, float] | None:
+    """Size and time of a log; None as long as it is not there, is empty or ends in the middle of a line."""
+    with contextlib.suppress(FileNotFoundError), open_file(path) as file:
+        status = os.fstat(file.fileno())
+        if status.st_size:
+            file.seek(-1, os.SEEK_END)
+            return (status.st_size, status.st_mtime) if file.read() == b"\n" else None
+    return None
+
+
+def watch(settings: AnalysisSettings) -> None:
+    """Print the updates of a run as they come and draw training.png anew, until all that were planned are done."""
+    run, log, planned = settings.watch, settings.watch / "metrics.jsonl", planned_updates(settings.watch)
+    seen, printed, state = None, 0, ""
+    while True:
+        stamp, before = stamp_of_log(log), state
+        if stamp not in (None, seen):
+            seen = stamp
+            updates, metrics = read_metrics(log, [name for _, name, _ in UPDATE_LINE])
+            fresh = [place for place, update in enumerate(updates) if update > min(printed, updates[-1] - 1)]
+            printed = updates[-1]
+            for place in fresh[-LINES_AT_ONCE:]:
+                values = [(label, metrics[name][place], how) for label, name, how in UPDATE_LINE]
+                parts = [f"{label} {value:{how}}" for label, value, how in values if not math.isnan(value)]
+                print("  ".join([f"update {updates[place]}/{max(planned, updates[place])}", *parts]), flush=True)
+            with plt.rc_context(STYLE):
+                save_figure(draw_training(updates, metrics), settings.output / "training.png", settings.dpi)
+            plt.close("all")
+        silent = time.time() - seen[1] if seen else 0.0
+        took = metrics["time/update"][-TRAILING_UPDATES:] if seen else []
+        state = state_of_run(printed, planned, silent, took) if seen else "waiting"
+        if state != before and state != "running":
+            print(shown({
+                "waiting": f"{run}: no update yet",
+                "silent": f"{run}: nothing was written for {silent / 60:.0f} minutes, it may have stopped; "
+                          f"to go on: uv run python train.py --resume {run}",
+                "ended": f"{run}: ended, all {planned} updates are done",
+            }[state]), flush=True)  # fmt: skip
+        if state == "ended":
+            return
+        time.sleep(WATCH_SECONDS)
+
+
 # --- command line -------------------------------------------------------------------------------------------
 
 
@@ -512,7 +836,22 @@ def parse_settings(arguments: Sequence[str] | None) -> AnalysisSettings:
         name = one.name if one.name == "files" else "--" + one.name.replace("_", "-")
         parser.add_argument(name, default=one.default, **one.metadata)
     values = vars(parser.parse_args(arguments))
-    return AnalysisSettings(**values | {"files": tuple(values["files"])})
+    return AnalysisSettings(**values | {name: tuple(values[name]) for name in ("files", "replay")})
+
+
+def save(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make the file, whole or not at all. AnalysisError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        write(partial)
+        partial.replace(path)
+    except OSError as error:
+        raise AnalysisError(f"--output {path.parent}: cannot write: {error.strerror}") from None
+
+
+def save_figure(figure: Figure, path: Path, dpi: int) -> None:
+    save(path, lambda partial: figure.savefig(partial, dpi=dpi, format="png"))
 
 
 def analyse(settings: AnalysisSettings) -> None:
@@ -542,15 +881,8 @@ def analyse(settings: AnalysisSettings) -> None:
         if kept:
             print(table(kept))
             figures |= {"checkpoints.png": draw_checkpoints(kept), "task_types.png": draw_task_types(kept)}
-        try:
-            settings.output.mkdir(parents=True, exist_ok=True)
-            for name, figure in figures.items():
-                partial = settings.output / f".{name}.partial"
-                figure.savefig(partial, dpi=settings.dpi, format="png")
-                partial.replace(settings.output / name)
-        except OSError as error:
-            raise AnalysisError(f"--output {settings.output}: cannot write: {error.strerror}") from None
-        for name in figures:
+        for name, figure in figures.items():
+            save_figure(figure, settings.output / name, settings.dpi)
             print(f"Saved figure: {shown(settings.output / name)}")
         if settings.show:
             plt.show()
@@ -564,7 +896,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif BACKEND_FOR_WINDOWS:
             with contextlib.suppress(ValueError):  # else matplotlib takes the first that works here
                 matplotlib.use(BACKEND_FOR_WINDOWS, force=False)
-        analyse(settings)
+        if settings.replay:
+            write_replay(settings)
+        elif settings.watch:
+            watch(settings)
+        else:
+            analyse(settings)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     except AnalysisError as error:
         raise SystemExit(f"analysis.py: {error}") from None
     finally:
