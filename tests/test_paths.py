@@ -15,6 +15,7 @@ from conftest import ROOT
 import eval as evaluation
 import train
 from data import find_games, shuffle_games
+from advantages import SignalSettings
 from environment import EnvironmentSettings
 from rollout import RolloutSettings, SettingsError, build_settings
 from train import (
@@ -22,7 +23,7 @@ from train import (
     save_checkpoint, stored_base, stored_path, stored_settings, usable_path,
 )
 
-CLASSES = (TrainSettings, RolloutSettings, EnvironmentSettings)
+CLASSES = (TrainSettings, SignalSettings, RolloutSettings, EnvironmentSettings)
 
 
 @pytest.fixture
