@@ -26,7 +26,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file
+from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, write_any_text
 from rollout import wilson_interval
 
 EVAL_COMMAND = "uv run python eval.py --split all   (for a checkpoint add --model-path PATH)"
@@ -542,6 +542,7 @@ def analyse(settings: AnalysisSettings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    write_any_text()
     try:
         settings = parse_settings(arguments)
         if not settings.show:

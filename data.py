@@ -16,6 +16,7 @@ folder; see `_facts_of_trials` for when that file is believed.
 
 import argparse
 import errno
+import io
 import json
 import os
 import random
@@ -266,7 +267,14 @@ def _write_index(path: Path, entries: dict[str, list]) -> None:
         pass  # the index only saves time; a read-only data folder is as good, each start reads the games again
 
 
+def write_any_text() -> None:
+    """Make standard output take every path and text: a character that its encoding lacks is escaped, and no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not, and takes all
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
+    write_any_text()
     parser = argparse.ArgumentParser(description="Count the games by split and task type.")
     parser.add_argument("--data-root", default="datasets/alfworld", help="folder of the games (default: %(default)s)")
     data_root = parser.parse_args().data_root

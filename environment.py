@@ -46,7 +46,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from data import json_object, read_file
+from data import json_object, read_file, write_any_text
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
 CACHE_FORMAT = 1  # part of the cache key: raise it whenever the tables or the way they are made change
@@ -1242,6 +1242,7 @@ async def _compile_all(pool: WorldPool, game_files: list[Path]) -> None:
 
 
 def main() -> None:
+    write_any_text()
     parser = argparse.ArgumentParser(description="Compile every game below a folder ahead of a run.")
     parser.add_argument("--data-root", type=Path, default=Path("datasets/alfworld"), help="folder with the games")
     parser.add_argument("--compilers", type=int, default=EnvironmentSettings.compilers, help="processes that compile")

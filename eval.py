@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from data import TASK_TYPES, Game, find_games, json_object, open_file, read_file, shuffle_games
 from environment import EnvironmentSettings, WorldPool
-from protocol import ChatTokens, first_messages
+from protocol import ChatTokens, first_messages, load_chat_tokens
 from rollout import (
     DEMO_DATA,
     DEMO_MODEL,
@@ -46,7 +46,6 @@ from rollout import (
     engine_dtype,
     flag,
     gather_or_cancel,
-    load_chat_tokens,
     load_model_config,
     play_group,
     playable_games,

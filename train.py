@@ -59,7 +59,7 @@ from transformers.utils.logging import disable_progress_bar
 from advantages import group_advantages
 from data import Game, batch_of_games, find_games, json_object, read_file, shuffle_games
 from environment import EnvironmentSettings, WorldPool
-from protocol import PrefixViolation, check_prefix_extension
+from protocol import PrefixViolation, check_prefix_extension, load_chat_tokens
 from rollout import (
     DEMO_DATA,
     DEMO_MODEL,
@@ -76,7 +76,6 @@ from rollout import (
     flag,
     gather_or_cancel,
     is_hybrid,
-    load_chat_tokens,
     load_model_config,
     play_group,
     playable_games,
