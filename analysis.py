@@ -43,7 +43,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from advantages import group_advantages
-from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, read_file
+from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, read_file, write_any_text
 from rollout import wilson_interval
 
 EVAL_COMMAND = "uv run python eval.py --split all   (for a checkpoint add --model-path PATH)"
@@ -889,6 +889,7 @@ def analyse(settings: AnalysisSettings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    write_any_text()
     try:
         settings = parse_settings(arguments)
         if not settings.show:

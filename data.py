@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import errno
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -361,7 +362,14 @@ def _unreadable(path: str | Path, error: OSError) -> str:
     return f"cannot read {path}: {error.strerror}; {remedy}"
 
 
+def write_any_text() -> None:
+    """Make standard output take every path and text: a character that its encoding lacks is escaped, and no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not, and takes all
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
+    write_any_text()
     parser = argparse.ArgumentParser(description="Count the games by split and task type.")
     parser.add_argument("--data-root", default="datasets/alfworld", help="folder of the games (default: %(default)s)")
     data_root = parser.parse_args().data_root

@@ -48,7 +48,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from data import GET_DATA, OLDER_RELEASE, DataError, how_to_get_games, is_older_release, read_game, save, saved, shown
-from data import told_by_kind
+from data import told_by_kind, write_any_text
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
 # A game with more than this is refused before much is done with it; behind each number the most of any official game.
@@ -1231,6 +1231,7 @@ class WorldPool(contextlib.AbstractContextManager):
 
 
 def main() -> None:
+    write_any_text()
     parser = argparse.ArgumentParser(description="Compile every game below a folder ahead of a run.")
     parser.add_argument("--data-root", type=Path, default=Path("datasets/alfworld"), help="folder with the games")
     parser.add_argument("--compilers", type=int, default=EnvironmentSettings.compilers, help="processes that compile")

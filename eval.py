@@ -47,7 +47,7 @@ from data import (
     shuffle_games,
 )
 from environment import EnvironmentSettings, WorldPool
-from protocol import ChatTokens, first_messages
+from protocol import ChatTokens, first_messages, load_chat_tokens
 from rollout import (
     DEMO_DATA,
     DEMO_MODEL,
@@ -60,7 +60,6 @@ from rollout import (
     engine_dtype,
     flag,
     gather_or_cancel,
-    load_chat_tokens,
     load_model_config,
     play_group,
     playable_games,

@@ -12,6 +12,7 @@ is the one statement of it; rollout, train and the tests call that function.
 Shown by: `uv run --extra cpu pytest tests/test_protocol.py`
 """
 
+import contextlib
 import datetime
 import json
 from collections.abc import Sequence
@@ -76,6 +77,10 @@ CHATML_TEMPLATE = (
 
 class TemplateMismatch(ValueError):
     """The tokenizer's chat template cannot be used for token-prefix extension."""
+
+
+class NoTokenizer(ValueError):
+    """The model has no tokenizer that can be used; the message names the model and why."""
 
 
 class PrefixViolation(ValueError):
@@ -386,6 +391,23 @@ class ChatTokens:
                 raise TemplateMismatch(f"{self._title} does not keep every message as it is written, in its place")
             around.append(before)
         return (*around, rest)
+
+
+def load_chat_tokens(base_model: str) -> ChatTokens:
+    """The tokenizer of a model (hub id or folder) with its proven chat template; NoTokenizer if there is none."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
+        configs = [config, config.get_text_config()]
+        with contextlib.suppress(OSError):  # a model need not have one
+            configs.append(GenerationConfig.from_pretrained(base_model))
+        chat = ChatTokens(AutoTokenizer.from_pretrained(base_model, trust_remote_code=False), *configs)
+    except (OSError, ValueError) as error:
+        raise NoTokenizer(f"--base-model {base_model!r} has no usable tokenizer: {error}") from error
+    if chat.note:
+        print(chat.note, flush=True)
+    return chat
 
 
 def _end_tokens(*named_by) -> list[int]:

@@ -22,20 +22,22 @@ import importlib.util
 import json
 import math
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 import typing
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 
-from data import Game, batch_of_games, told_by_kind
+from data import Game, batch_of_games, told_by_kind, write_any_text
 from environment import GameError, Group, WorldPool, WorldState
 from protocol import ChatTokens, Status, check_prefix_extension, first_messages, parse_tool_call, tool_result
 
@@ -132,12 +134,9 @@ def build_settings(args: argparse.Namespace, preset: dict, *settings_classes: ty
 
 
 def run_with_settings(
-    parser: argparse.ArgumentParser,
-    presets: dict[str, dict],
-    run: Callable[..., Awaitable],
-    *settings_classes: type,
+    parser: argparse.ArgumentParser, presets: dict[str, dict], run: Callable[..., Awaitable], *settings_classes: type,
     saved: Callable[[argparse.Namespace], dict] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """The command line of train.py and eval.py: flags to settings, then `run(*settings)`; known errors end in one line.
 
     A preset only sets defaults: flags that are given win. `saved` has the settings of the run that is to go on, if one
@@ -149,6 +148,7 @@ def run_with_settings(
         choices=presets,
         help="defaults: recipe (the published settings, for a GPU) or demo (a small model and the starter games, for a CPU)",
     )
+    write_any_text()
     args = parser.parse_args()
     try:
         try:
@@ -365,33 +365,21 @@ class Trajectory:
         logprobs = [logprob for turn in self.turns for logprob in turn.logprobs]
         return {
             "type": "trajectory",
-            "split": self.game.split,
-            "game_id": self.game.game_id,
-            "task_type": self.game.task_type,
+            **{name: getattr(self.game, name) for name in ("split", "game_id", "task_type")},
             "update": self.update + 1,
-            "branch": self.branch,
-            "policy_version": self.policy_version,
-            "task": self.task,
-            "won": self.won,
-            "reward": self.reward,
+            **{name: getattr(self, name) for name in ("branch", "policy_version", "task", "won", "reward")},
             "steps": len(self.turns),
             "invalid_actions": self.invalid_actions,
             "valid_tool_calls": len(self.turns) - self.malformed,
             "admissible_actions": len(self.turns) - self.invalid_actions,
-            "truncated": self.truncated,
-            "stop_reason": self.stop_reason,
-            "prompt_tokens": self.prompt_tokens,
-            "sampled_tokens": self.sampled_tokens,
+            **{name: getattr(self, name) for name in ("truncated", "stop_reason", "prompt_tokens", "sampled_tokens")},
             "trajectory_tokens": len(self.tokens),
             "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
             "messages": self.messages,
             "turns": [
                 {
                     "step": step,
-                    "action": turn.action,
-                    "error": turn.error,
-                    "status": turn.status,
-                    "observation": turn.observation,
+                    **{name: getattr(turn, name) for name in ("action", "error", "status", "observation")},
                     "admissible": list(turn.admissible),
                     "prompt_tokens": turn.prompt_length,
                     "completion_tokens": turn.end - turn.prompt_length,
@@ -447,10 +435,10 @@ class Sampler:
 
     def __init__(
         self, engine, settings: RolloutSettings, stop_token_ids: list[int], counts: TokenCounts, seeded: bool,
-        files: tempfile.TemporaryDirectory,
+        guard: subprocess.Popen,
     ) -> None:  # fmt: skip
         self._engine = engine
-        self._files = files
+        self._guard = guard
         self._settings = settings
         self._seeded = seeded
         self._stop_token_ids = stop_token_ids
@@ -510,7 +498,6 @@ class Sampler:
             "generation_config": "vllm",
             "language_model_only": True,
             "use_tqdm_on_load": False,
-            "worker_extension_cls": f"{EngineWorker.__module__}.{EngineWorker.__name__}",
         }
         if hybrid:
             # Blocks of a recurrent model are large (528 tokens in Qwen3.5-4B): matching finer, and keeping the state at
@@ -548,25 +535,26 @@ class Sampler:
                 options["enable_chunked_prefill"] = False
                 options["block_size"] = 32  # the smallest the CPU kernels like: fewest prompt tokens computed twice
         arguments = AsyncEngineArgs(**(options | engine_options))
-        # The engine leaves sockets and files lying about: give it a folder that goes with it.
-        files = tempfile.TemporaryDirectory(prefix="engine-")
-        os.environ["VLLM_RPC_BASE_PATH"] = os.environ["ENGINE_FILES"] = files.name
-        os.environ["ENGINE_RUN"] = str(os.getpid())
+        folder = _engine_folder()
+        # vLLM's processes outlive a killed parent. The guard ends when this process does, or lets go of its input.
+        guard = subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True)
         # In a thread, as the policy's work is: the loop stays free for the environment's workers.
         starting = asyncio.ensure_future(
-            asyncio.to_thread(AsyncLLM.from_engine_args, arguments, stat_loggers=[CountTokens])
+            asyncio.to_thread(_start_in, folder, AsyncLLM.from_engine_args, arguments, stat_loggers=[CountTokens])
         )
         try:
             engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            for process in multiprocessing.active_children():  # the engine; the call below then ends at once
-                process.kill()
+            while not starting.done():
+                for process in multiprocessing.active_children():  # the engine, once it is there; the start then fails
+                    process.kill()
+                await asyncio.wait([starting], timeout=0.5)
             with contextlib.suppress(Exception):
                 (await starting).shutdown()
-            files.cleanup()
+            guard.communicate()
             raise
         except (RuntimeError, ValueError) as error:
-            files.cleanup()
+            guard.communicate()
             # of its settings, before it begins: pydantic's, with the reason in the lines below the first
             reason = " ".join(str(error).split()) if isinstance(error, ValueError) else first_line(error)
             raise RolloutError(
@@ -577,7 +565,7 @@ class Sampler:
         # Caching a recurrent state splits prefills at block ends, and a seeded request with a split prefill crashes the
         # CPU engine: hybrids sample without request seeds there. On CUDA every request is seeded.
         seeded = cuda or not hybrid
-        return cls(engine, settings, stop_token_ids, counts, seeded, files)
+        return cls(engine, settings, stop_token_ids, counts, seeded, guard)
 
     @property
     def counts(self) -> TokenCounts:
@@ -616,6 +604,12 @@ class Sampler:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = await self._answer(prompt, params, rank)
+        for o in final.outputs:
+            if o.finish_reason == "stop" and o.token_ids[-1] not in self._stop_token_ids:
+                raise RolloutError(
+                    f"the engine ended a turn at token {o.token_ids[-1]}, which is none of the end tokens that were read from "
+                    f"the model's files, {self._stop_token_ids}: add it to eos_token_id in generation_config.json"
+                )
         return [
             Completion(
                 list(o.token_ids),
@@ -697,7 +691,7 @@ class Sampler:
     def close(self) -> None:
         """End the engine and its processes."""
         self._engine.shutdown()
-        self._files.cleanup()
+        self._guard.communicate()
 
 
 @contextlib.contextmanager
@@ -714,38 +708,77 @@ def _engine_alive():
         ) from error
 
 
-class EngineWorker:
-    """Mixed into the engine's worker, so that this module is imported in that process, whatever script started it."""
+SOCKET_PATH = 107  # bytes of a socket's path at most (Linux, unix(7))
 
 
-def _settle_engine_process() -> None:
-    """In each process of the engine: end with the parent, leave Ctrl-C to it, and use a CPU's AMX tiles.
+def _engine_folder() -> Path:
+    """A new folder for the sockets and files of an engine, outside TMPDIR if a socket's path would be too long there."""
+    for place in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
+        if len(os.fsencode(f"{place}/engine-12345678/{uuid.UUID(int=0)}")) <= SOCKET_PATH:
+            with contextlib.suppress(OSError):
+                return Path(tempfile.mkdtemp(prefix="engine-", dir=place))
+    raise SettingsError(
+        f"TMPDIR is {tempfile.gettempdir()!r}, too long for a socket's path, and /tmp cannot be written: "
+        f"set TMPDIR to a folder of at most {SOCKET_PATH - 53} bytes"
+    )
 
-    vLLM's processes outlive a killed parent. bf16 kernels use AMX where the CPU has it, but nobody asks the kernel for
-    it, and the process dies with SIGILL.
+
+def _start_in(folder: Path, start: Callable, *arguments, **options):
+    """Call `start` so that the processes it starts are the engine's: marked, settled, and deaf to Ctrl-C.
+
+    VLLM_RPC_BASE_PATH, where vLLM puts its sockets, marks them for the guard. They settle by vLLM's general plug-ins,
+    which are found as installed packages are, by a folder in Python's path. A signal that is blocked here is blocked in
+    them: Ctrl-C goes to every process of a terminal, and what comes of it is the run's to say.
+    """
+    plugin = folder / "alfworld_engine-1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: alfworld_engine\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\nalfworld_engine = {__name__}:{settle_engine_process.__name__}\n"
+    )
+    multiprocessing.resource_tracker.ensure_running()  # not one of them, and its start unblocks signals
+    if "VLLM_PLUGINS" in os.environ:  # the only ones that are loaded
+        os.environ["VLLM_PLUGINS"] += ",alfworld_engine"
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    sys.path.append(str(folder))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return start(*arguments, **options)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        sys.path.remove(str(folder))
+        del os.environ["VLLM_RPC_BASE_PATH"]
+
+
+def settle_engine_process() -> None:
+    """Called by vLLM in each process of the engine: leave the run's process group, use the engine's folder, and AMX.
+
+    Signals to a group, as from `timeout`, are the run's to answer. bf16 kernels use a CPU's AMX tiles where it has them,
+    but nobody asks the kernel for them, and the process dies with SIGILL.
     """
     import torch
 
-    os.setpgid(0, 0)  # Ctrl-C goes to every process of the terminal's group
-    tempfile.tempdir = os.environ["ENGINE_FILES"]
-    parent, run = os.getppid(), int(os.environ["ENGINE_RUN"])
-    # The run is the parent or its parent, or it was killed before we came to look.
-    grandparent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-
-    def end_with_parent() -> None:
-        while os.getppid() == parent and run in (parent, grandparent):
-            time.sleep(0.5)
-        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, name="end-with-parent", daemon=True).start()
-    torch.cpu._init_amx()
+    if multiprocessing.parent_process() is not None:  # vLLM calls it in the run's own process too, given the chance
+        os.setpgid(0, 0)
+        tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]
+        torch.cpu._init_amx()
 
 
-# A spawned process runs the parent's script first, as __mp_main__ and before it knows that it has a parent.
-_spawned = sys.modules.get("__mp_main__") is not sys.modules["__main__"] or multiprocessing.parent_process() is not None
-if _spawned and "ENGINE_RUN" in os.environ:
-    _settle_engine_process()
+def guard_engine(folder: str) -> None:
+    """A process of its own: when the run is over, however it ended, end what is left of its engine; remove `folder`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # may be sent to every process of a job
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    mark, looks, deadline = f"VLLM_RPC_BASE_PATH={folder}".encode(), 2, time.monotonic() + 10
+    while looks and time.monotonic() < deadline:  # once more after all are gone: one may have been starting another
+        looks -= 1
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if mark in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    looks = 2
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def engine_dtype(settings: RolloutSettings) -> str:
@@ -807,32 +840,13 @@ def check_model(settings: RolloutSettings) -> None:
         raise SettingsError(f"--dtype is {settings.dtype!r}; {settings.base_model!r} runs in bfloat16 only")
 
 
-def load_chat_tokens(base_model: str) -> ChatTokens:
-    """The model's tokenizer with its proven chat template. Raises SettingsError."""
-    from transformers import AutoTokenizer, GenerationConfig
-
-    try:
-        chat = ChatTokens(AutoTokenizer.from_pretrained(base_model, trust_remote_code=False))
-        with contextlib.suppress(OSError):  # a model need not have one; its end tokens may be more than the tokenizer's
-            chat.add_stop_tokens(GenerationConfig.from_pretrained(base_model).eos_token_id)
-        return chat
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"--base-model {base_model!r} has no usable tokenizer: {error}") from error
-
-
 # --- playing --------------------------------------------------------------------------------------------------------
 
 
 async def play_group(
-    sampler: Sampler,
-    chat: ChatTokens,
-    pool: WorldPool,
-    game: Game,
-    size: int,
-    update: int,
-    settings: RolloutSettings,
+    sampler: Sampler, chat: ChatTokens, pool: WorldPool, game: Game, size: int, update: int, settings: RolloutSettings,
     on_finished: Callable[[Trajectory], None] = lambda trajectory: None,
-) -> list[Trajectory]:
+) -> list[Trajectory]:  # fmt: skip
     """Play `size` branches of one game, each at its own pace; returns them in branch order."""
     group, rank = await pool.open_group(game.path, size), sampler.next_rank()
     try:
@@ -870,14 +884,9 @@ async def play_group(
 
 
 async def _play_branch(
-    sampler: Sampler,
-    rank: int,
-    chat: ChatTokens,
-    group: Group,
-    trajectory: Trajectory,
-    completion: Completion,
+    sampler: Sampler, rank: int, chat: ChatTokens, group: Group, trajectory: Trajectory, completion: Completion,
     settings: RolloutSettings,
-) -> None:
+) -> None:  # fmt: skip
     """One trajectory from its first completion to its end: record, act in the world, extend the prompt, sample."""
     tokens, limit = trajectory.tokens, settings.max_trajectory_tokens
     state = group.first
@@ -996,14 +1005,14 @@ async def check_first_prompts(
     chat: ChatTokens, pool: WorldPool, games: Sequence[Game], settings: RolloutSettings
 ) -> None:
     """Raise SettingsError if a game's first prompt leaves no room for a completion (before a model is loaded)."""
-
-    async def check(game: Game) -> None:
-        length = len(await first_prompt_of(chat, pool, game, settings))
+    prompts = await gather_or_cancel(first_prompt_of(chat, pool, game, settings) for game in games)
+    for game, length in zip(games, map(len, prompts)):
         if length >= settings.max_trajectory_tokens:
             raise SettingsError(
                 f"--max-trajectory-tokens is {settings.max_trajectory_tokens}, but the first prompt of {game.path} "
                 f"has {length} tokens: give at least {length + settings.max_assistant_tokens}"
             )
 
-    await gather_or_cancel(map(check, games))
 
+if __name__ == "__main__":
+    guard_engine(sys.argv[1])

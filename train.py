@@ -90,7 +90,7 @@ from data import (
     told_by_kind,
 )
 from environment import EnvironmentSettings, WorldPool
-from protocol import ChatTokens
+from protocol import ChatTokens, load_chat_tokens
 from rollout import (
     DEMO_DATA,
     DEMO_MODEL,
@@ -108,7 +108,6 @@ from rollout import (
     games_of_update,
     gather_or_cancel,
     is_hybrid,
-    load_chat_tokens,
     load_model_config,
     play_group,
     playable_games,

@@ -176,7 +176,7 @@ def play_settings(warm_model):
 
 @pytest.fixture(scope="session")
 def chat(warm_model):
-    from rollout import load_chat_tokens
+    from protocol import load_chat_tokens
 
     return load_chat_tokens(warm_model)
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5ForConditiona
 
 import eval as evaluation
 from advantages import SignalSettings
-from rollout import RolloutSettings, Sampler, SettingsError, load_chat_tokens
+from protocol import load_chat_tokens
+from rollout import RolloutSettings, Sampler, SettingsError
 from train import (
     HARMLESS_OPTIONS, HARMLESS_VALUES, MODULE_OPTIONS, SCALE_OPTIONS, Policy, SavedAdapter, WeightSync, check_adapter,
     mean_gap,

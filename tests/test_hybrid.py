@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from advantages import make_datum
-from rollout import RolloutSettings, Sampler, SettingsError, check_model, engine_dtype, is_hybrid, load_chat_tokens
+from protocol import load_chat_tokens
+from rollout import RolloutSettings, Sampler, SettingsError, check_model, engine_dtype, is_hybrid
 from train import Policy, SavedAdapter, SharedCard, WeightsDidNotArrive, WeightSync, rehearse_adapter, resolve_sync
 
 

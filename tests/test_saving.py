@@ -9,7 +9,8 @@ from conftest import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import train
-from rollout import SettingsError, load_chat_tokens
+from protocol import load_chat_tokens
+from rollout import SettingsError
 from train import Policy, Progress, save_checkpoint, try_saving
 
 GENERATION = {

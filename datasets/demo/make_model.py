@@ -34,7 +34,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
-from data import DataError, Game, find_games  # noqa: E402
+from data import DataError, Game, find_games, write_any_text  # noqa: E402
 from environment import GameError, World, compile_game  # noqa: E402
 from episodes import CALL_OPEN, LEARN, Encoded, demonstrations  # noqa: E402
 from episodes import encode_episode, load_sequences, save_sequences, survey, tokenizer_for  # noqa: E402
@@ -542,6 +542,7 @@ def make_folder(settings: Settings) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    write_any_text()
     parser = argparse.ArgumentParser(
         description="Make the demo model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
