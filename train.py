@@ -1,7 +1,7 @@
-"""Train the agent: masked-token PPO-clip on a LoRA policy, weight sync, checkpoints and the training loop.
+"""Train the agent: a LoRA policy and its optimizer, weight sync, checkpoints and the training loop.
 
-Owns everything between a trajectory with an advantage and the next weights: the training datum, the loss, the
-policy with its optimizer, the way new weights reach the sampler, what is saved, and the loop.
+Owns what has state between a batch and the next weights: the policy with its optimizer, in one process or several,
+the way new weights reach the sampler, what is saved, and the loop. What is learned is said in `advantages.py`.
 
 Invariant: for equal weights, the trainer's log-probability of a sampled token is the sampler's (same tokens, same
 temperature, fp32 log-softmax); the gap between the two is measured in every update.
@@ -2475,6 +2475,7 @@ def check_run(settings: TrainSettings, signal: SignalSettings, play: RolloutSett
     """Refuse what cannot be trained here; returns the games of the run in its order, and those of its meter."""
     require(bool(settings.lora_rank) or not signal.kl_coefficient, "kl_coefficient", signal.kl_coefficient,
             "0 with --lora-rank 0: the base is the model without its adapter, and there is none")  # fmt: skip
+    require(signal.advantage != "gae", "advantage", "gae", "another: the value head that it reads is not built yet")
     longest = max(map(int, settings.horizon.split(","))) if settings.horizon else 0
     require(longest <= play.max_episode_steps, "horizon", settings.horizon, f"at most --max-episode-steps, {play.max_episode_steps}")
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)
