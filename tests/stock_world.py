@@ -99,7 +99,6 @@ HANDLING = ("take", "move", "open", "close", "use", "heat", "cool", "clean", "sl
 def random_action(rng: random.Random, admissible: Sequence[str], earlier: Sequence[str]) -> str:
     """A command: mostly admissible (handling things more often than walking), else formerly so, odd or misspelt."""
     kind = rng.random()
-    admissible = admissible or PLAIN  # nothing may be left to do in a game that was altered
     handling = [action for action in admissible if action.startswith(HANDLING)]
     if kind < 0.35 and handling:
         return rng.choice(handling)
@@ -108,15 +107,26 @@ def random_action(rng: random.Random, admissible: Sequence[str], earlier: Sequen
     if kind < 0.75:
         return rng.choice(PLAIN)
     if kind < 0.85:
-        return rng.choice(earlier or PLAIN)
+        return rng.choice(earlier)
     if kind < 0.92:
         return rng.choice(ODDITIES)
     action = rng.choice(admissible)
     return rng.choice((action.upper(), action.replace(" ", "  "), f"  {action}\t", action[:-1], f"{action} 1"))
 
 
-def difference(stock: StockWorld, world, actions: Sequence[str] | int, rng: random.Random) -> tuple[int, str]:
+def new_action(rng: random.Random, admissible: Sequence[str], done: Sequence[str]) -> str:
+    """Mostly a command that was not given yet, of handling things if there is one."""
+    fresh = [action for action in admissible if action not in done and action not in PLAIN]
+    handling = [action for action in fresh if action.startswith(HANDLING)]
+    return rng.choice(handling or fresh or [*admissible, *PLAIN]) if rng.random() < 0.8 else rng.choice([*admissible, *PLAIN])
+
+
+def difference(
+    stock: StockWorld, world, actions: Sequence[str] | int, rng: random.Random, curious: bool = False
+) -> tuple[int, str]:
     """Play the same commands in both worlds, those given or so many random ones, and look again after the end.
+
+    If `curious`, random commands are `new_action`s, which see more of a world, in place of `random_action`s.
 
     `stock` has the game loaded, `world` is the compiled one. Returns the steps compared and the first difference
     ("" if there is none) as a text.
@@ -131,7 +141,7 @@ def difference(stock: StockWorld, world, actions: Sequence[str] | int, rng: rand
         if isinstance(actions, int):
             if number == actions:
                 return number, ""
-            action = random_action(rng, expected[1], earlier)
+            action = new_action(rng, expected[1], done) if curious else random_action(rng, expected[1], earlier)
             earlier += expected[1]
         elif number < len(actions) + 2:
             action = [*actions, "look", rng.choice(expected[1])][number]
@@ -144,30 +154,38 @@ def difference(stock: StockWorld, world, actions: Sequence[str] | int, rng: rand
 
 # --- other problems ---
 
-CONDITIONS = ("isHot", "isCool", "isClean", "isOn", "isToggled", "isSliced", "opened", "pickupable", "toggleable")
+CONDITIONS = (
+    "isHot", "isCool", "isClean", "isOn", "isToggled", "isSliced", "opened", "pickupable", "toggleable", "isReceptacleObject",
+)  # fmt: skip
 RELATIONS = ("inReceptacle", "holds", "objectType", "receptacleType", "objectAtLocation", "receptacleAtLocation")
 
 
 def altered_problem(problem: str, rng: random.Random) -> str:
-    """The problem with 1 to 30 edits: another type for a thing, a fact more, less or about other things, another goal."""
+    """The problem with 1 to 100 edits: another type for a thing, a fact more, less or about other things, another goal.
+
+    Half of the edits are about things that can be taken up, which is where texts and actions look.
+    """
     sections = {section[0]: section for section in parsed(problem) if isinstance(section, list)}
     objects, init = _typed(sections[":objects"][1:]), sections[":init"]
     facts = [fact for fact in init[1:] if fact[0] != "="]
     numbers = [fact for fact in init[1:] if fact[0] == "="]
-    predicates = sorted({(fact[0], len(fact) - 1) for fact in facts} | {(name.lower(), 1) for name in CONDITIONS})
+    predicates = sorted({(fact[0], len(fact) - 1) for fact in facts})
+    taken_up = sorted({fact[1] for fact in facts if fact[0] == "inreceptacle"})
     busy = sorted({name for fact in facts for name in fact[1:]} & objects.keys())
-    for _ in range(rng.choice((1, 2, 4, 8, 30))):
-        edit, fact = rng.random(), rng.randrange(len(facts))
-        if edit < 0.4:
-            objects[rng.choice(busy)] = rng.choice(("object", "object", "receptacle", "receptacle", *objects.values()))
-        elif edit < 0.55:
+    for _ in range(rng.choice((1, 3, 10, 30, 100))):
+        edit, fact, thing = rng.random(), rng.randrange(len(facts)), rng.choice(rng.choice((busy, taken_up)))
+        if edit < 0.35:
+            objects[thing] = rng.choice(("object", "receptacle", "receptacle", *objects.values()))
+        elif edit < 0.6:
+            facts.append([rng.choice(CONDITIONS), thing])
+        elif edit < 0.7:
             del facts[fact]
-        elif edit < 0.75:
+        elif edit < 0.8:
             facts[fact] = [*facts[fact]]
-            facts[fact][rng.randrange(1, len(facts[fact]))] = rng.choice(busy)
-        elif edit < 0.95:
+            facts[fact][rng.randrange(1, len(facts[fact]))] = thing
+        elif edit < 0.97:
             name, arity = rng.choice(predicates)
-            facts.append([name, *(rng.choice(busy) for _ in range(arity))])
+            facts.append([name, *(rng.choice((thing, rng.choice(busy))) for _ in range(arity))])
         else:
             sections[":goal"][1] = _random_goal(rng, busy, [], 3)
     sections[":objects"][1:] = [word for name, type_ in objects.items() for word in (name, "-", type_)]

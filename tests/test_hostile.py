@@ -543,7 +543,7 @@ def test_a_game_that_wants_too_much_memory_costs_itself_only(tmp_path):
 
     with WorldPool(EnvironmentSettings(compilers=1)) as pool:
         refused, faults = asyncio.run(work(pool))
-    assert "grounding meets more than 1,000,000 atoms" in refused[greedy] and faults == 0
+    assert "grounding meets more than 500,000 atoms" in refused[greedy] and faults == 0
 
 
 # --- nothing runs ---------------------------------------------------------------------------------------------------

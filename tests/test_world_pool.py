@@ -282,6 +282,98 @@ def test_check_names_the_games_that_cannot_be_compiled(tmp_path, games):
     assert set(found) == {bad, missing} and "expression" in found[bad] and "No such file" in found[missing]
 
 
+def test_ready_games_need_no_compiler_any_more_and_the_others_are_named(tmp_path, games):
+    good, bad = rewritten(games[0], tmp_path / "good"), out_of_reach(games[1], tmp_path / "bad")
+
+    async def work(pool):
+        assert await pool.check([good, bad]) == {}, "only grounding shows it"
+        found = await pool.ready([good, bad, good])
+        assert list(found) == [bad] and "the goal cannot be reached" in found[bad] and pool.unplayable == found
+        for compiler in pool._compilers:
+            compiler.ask = None
+        (good.parent / environment.CACHE_NAME).unlink()
+        assert (await pool.open_group(good, 1)).task
+
+    run(work)
+
+
+def test_check_tells_what_grounding_shows_if_it_is_asked_to(tmp_path, games):
+    bad = out_of_reach(games[0], tmp_path)
+    found = run(lambda pool: pool.check([games[0], bad], ground=True))
+    assert list(found) == [bad] and "the goal cannot be reached" in found[bad]
+
+
+def test_games_are_compiled_ahead_by_a_process_that_gives_way(tmp_path, games):
+    """In order, onto the disk, without a compiler that others may ask; bad games are noted and no fault is counted."""
+    files = [rewritten(game, tmp_path / str(number)) for number, game in enumerate(games[:3])]
+    files.insert(1, out_of_reach(games[3], tmp_path / "bad"))
+    files.insert(2, tmp_path / "missing" / "game.tw-pddl")
+
+    async def work(pool):
+        compilers = [compiler.ask for compiler in pool._compilers]
+        for compiler in pool._compilers:
+            compiler.ask = None
+        task = asyncio.ensure_future(pool.compile_ahead(files))
+        while not pool._background:
+            await asyncio.sleep(0.01)
+        assert os.getpriority(os.PRIO_PROCESS, pool._background[0].process.pid) == 19
+        await task
+        for compiler, ask in zip(pool._compilers, compilers):
+            compiler.ask = ask
+        assert [(file.parent / environment.CACHE_NAME).exists() for file in files] == [True, False, False, True, True]
+        assert list(pool.unplayable) == files[1:3] and "cannot be reached" in pool.unplayable[files[1]]
+        return pool.faults, pool._background[0].process
+
+    faults, process = run(work)
+    assert faults == 0 and not alive(process.pid)
+
+
+def test_a_game_asked_for_now_does_not_wait_for_those_compiled_ahead(tmp_path, games):
+    ahead = [rewritten(games[0], tmp_path / str(number)) for number in range(30)]
+    wanted = rewritten(games[1], tmp_path / "wanted")
+
+    async def work(pool):
+        task = asyncio.ensure_future(pool.compile_ahead(ahead))
+        while not pool._background or not pool._background[0]._under_way:
+            await asyncio.sleep(0.01)
+        await pool.open_group(wanted, 1)
+        done = sum((file.parent / environment.CACHE_NAME).exists() for file in ahead)
+        task.cancel()
+        return done
+
+    assert run(work) < len(ahead)
+
+
+def test_losing_the_process_that_compiles_ahead_costs_one_game_at_most(tmp_path, games):
+    files = [rewritten(game, tmp_path / str(number)) for number, game in enumerate(games[:3])]
+
+    async def work(pool):
+        task = asyncio.ensure_future(pool.compile_ahead(files))
+        while not pool._background or not pool._background[0]._under_way:
+            await asyncio.sleep(0.005)
+        pool._background[0].process.kill()
+        await task
+        return pool.faults, pool.unplayable
+
+    assert run(work) == (0, {})
+    assert sum((file.parent / environment.CACHE_NAME).exists() for file in files) >= 2
+
+
+def test_a_pool_that_closes_stops_compiling_ahead(tmp_path, games):
+    files = [rewritten(games[0], tmp_path / str(number)) for number in range(20)]
+
+    async def work(pool):
+        task = asyncio.ensure_future(pool.compile_ahead(files))
+        while not pool._background or not pool._background[0]._under_way:
+            await asyncio.sleep(0.005)
+        pool.close()
+        await task
+        return pool._background
+
+    [process] = run(work)
+    assert not alive(process.process.pid) and not all((file.parent / environment.CACHE_NAME).exists() for file in files)
+
+
 # --- cost ---
 
 
