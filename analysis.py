@@ -803,8 +803,8 @@ def watch(settings: AnalysisSettings) -> None:
         if stamp not in (None, seen):
             seen = stamp
             updates, metrics = read_metrics(log, [name for _, name, _ in UPDATE_LINE])
-            fresh = [place for place, update in enumerate(updates) if update > min(printed, updates[-1] - 1)]
-            printed = updates[-1]
+            fresh = [place for place, update in enumerate(updates) if update > printed]
+            printed = updates[-1]  # lower than before in a run that was set back
             for place in fresh[-LINES_AT_ONCE:]:
                 values = [(label, metrics[name][place], how) for label, name, how in UPDATE_LINE]
                 parts = [f"{label} {value:{how}}" for label, value, how in values if not math.isnan(value)]

@@ -13,6 +13,7 @@ its texts do not depend on PYTHONHASHSEED. A finished game stays as it is, as in
 `tests/test_world_texts.py` holds both against each other, `tests/bench_environment.py` measures them.
 
     python environment.py --data-root datasets/alfworld    # compile every game below that folder ahead of a run
+    python environment.py --play random                    # play one in the terminal
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import resource
 import signal
@@ -47,8 +49,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from data import GET_DATA, OLDER_RELEASE, DataError, how_to_get_games, is_older_release, read_game, save, saved, shown
-from data import told_by_kind, write_any_text
+from data import GAME_FILE, GET_DATA, OLDER_RELEASE, SPLITS, TASK_FILE, DataError, how_to_get_games, is_older_release
+from data import json_object, read_file, read_game, save, saved, shown, told_by_kind, write_any_text
+from protocol import first_messages, tool_call_text, tool_result
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
 # A game with more than this is refused before much is done with it; behind each number the most of any official game.
@@ -1230,12 +1233,127 @@ class WorldPool(contextlib.AbstractContextManager):
         self.close()
 
 
+# -------------------------------------------------------------------------------------------------- playing by hand
+
+MOST_STEPS = 50  # of an episode, as for the model
+HOW_TO_PLAY = "Type an action or its number; or undo, walkthrough (the solution's next step), quit."
+
+
+def find_game(name: str, data_root: Path) -> Path:
+    """The game file that `name` means: a file, a game's id below `data_root`, or `random`, any there."""
+    if Path(name).is_file():
+        return Path(name)
+    found = sorted(path for path in data_root.rglob(GAME_FILE) if name == "random" or path.parent.match(name))
+    if not found:
+        raise GameError(f"no game {name!r} below {data_root}; give a game's file, its id (TASK/TRIAL) there, or random")
+    return random.choice(found) if name == "random" else found[0]
+
+
+def play(game_file: Path, output: Path) -> None:
+    """Let a person play a game in the terminal; what was done is then appended to `output`, as rollouts are written.
+
+    A branch is an integer, so undo goes back to the one before. Raises GameError and OSError.
+    """
+    world = World(compile_game(game_file))
+    solution = json_object(read_file(game_file)).get("walkthrough")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.open("a").close()  # what cannot be written is known before the game, not after it
+    past, turns = [world.start()], []
+    said = opening = first_messages(world.task, past[0][1][0], None)[1]["content"]
+    print(HOW_TO_PLAY)
+    while len(turns) < MOST_STEPS and not past[-1][1][4]:
+        state, reply = past[-1]
+        answer = _ask(said, reply[1])
+        if answer == "quit":
+            break
+        if answer == "walkthrough":
+            said = _next_step(solution, [turn["action"] for turn in turns])
+        elif answer == "undo":
+            turns, past = turns[:-1], past[:-1] or past
+            said = past[-1][1][0] if turns else opening
+        elif answer:
+            number = int(answer) if answer.isdecimal() and len(answer) < 5 else 0
+            action = reply[1][number - 1] if 0 < number <= len(reply[1]) else answer
+            past.append(world.step(state, reply, action))
+            said, admissible, _, won, done, _ = past[-1][1]
+            status = "won" if won else "over" if done else "executed" if action in reply[1] else "not admissible"
+            turns.append({"step": len(turns) + 1, "action": action, "error": None, "status": status,
+                          "observation": said, "admissible": list(admissible)})  # fmt: skip
+    print(_safe(said), "You won." if past[-1][1][3] else "Not won.", sep="\n")
+    record = _record(game_file, world.task, past[0][1], past[-1][1], turns)
+    with output.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    print(f"Wrote {output}; to look at it: python analysis.py --replay {output}")
+
+
+def _ask(said: str, actions: tuple[str, ...]) -> str:
+    """Show what was said and what can be done, and return the answer as an action; `quit` at the end of input."""
+    print("", _safe(said), *(f"{number:4} {_safe(action)}" for number, action in enumerate(actions, 1)), sep="\n")
+    if sys.stdin.isatty():
+        import readline  # editing and history for input()
+
+        known = [*actions, "undo", "walkthrough", "quit"]
+        readline.set_completer(lambda text, n: [*(one for one in known if one.startswith(text)), None][n])
+        readline.set_completer_delims("\n")  # an action has spaces in it
+        readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
+    try:
+        return " ".join(input("> ").lower().split())
+    except (EOFError, KeyboardInterrupt):
+        return "quit"
+
+
+def _next_step(solution: object, actions: list[str]) -> str:
+    """What the stored solution does next: its first step that was not yet done in its turn."""
+    if not isinstance(solution, list) or not solution:
+        return "The file has no solution."
+    done = 0
+    for action in actions:
+        done += done < len(solution) and action == solution[done]
+    return f"Step {done + 1} of {len(solution)}: {solution[done]}" if done < len(solution) else "That was its last step."
+
+
+def _safe(text: str) -> str:
+    """A text of a game for a terminal: what is neither printable nor a line's end is escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def _record(game_file: Path, task: str, first: Reply, last: Reply, turns: list[dict]) -> dict:
+    """What was played, in the form of rollout.py's `Trajectory.record` as far as it applies, with its reward."""
+    messages = first_messages(task, first[0], first[1])
+    for turn in turns:
+        messages.append({"role": "assistant", "content": tool_call_text(turn["action"])})
+        result = tool_result(turn["step"], MOST_STEPS, turn["status"], turn["observation"], turn["admissible"])
+        messages.append({"role": "tool", "content": result})
+    *_, split, task_name, trial = ("", "", "", *game_file.absolute().parent.parts)
+    kind = None
+    with contextlib.suppress(OSError, ValueError):  # a game of one's own need not have this file
+        kind = json_object(read_file(game_file.with_name(TASK_FILE))).get("task_type")
+    invalid, full = sum(turn["status"] == "not admissible" for turn in turns), len(turns) == MOST_STEPS
+    return {
+        "type": "trajectory", "split": split if split in SPLITS else "", "game_id": f"{task_name}/{trial}",
+        "task_type": kind if isinstance(kind, str) else "", "update": None, "branch": 0, "policy_version": "by hand",
+        "task": task, "won": last[3], "reward": float(last[3]) - 0.1 * invalid, "steps": len(turns),
+        "invalid_actions": invalid, "valid_tool_calls": len(turns), "admissible_actions": len(turns) - invalid,
+        "truncated": full and not last[4],
+        "stop_reason": "won" if last[3] else "game_over" if last[4] else "max_steps" if full else "quit",
+        "messages": messages, "turns": turns,
+    }  # fmt: skip
+
+
 def main() -> None:
     write_any_text()
-    parser = argparse.ArgumentParser(description="Compile every game below a folder ahead of a run.")
+    parser = argparse.ArgumentParser(description="Compile every game below a folder ahead, or play one by hand.")
     parser.add_argument("--data-root", type=Path, default=Path("datasets/alfworld"), help="folder with the games")
     parser.add_argument("--compilers", type=int, default=EnvironmentSettings.compilers, help="processes that compile")
+    parser.add_argument("--play", metavar="GAME", help="play a game: its file, its id below --data-root, or random")
+    parser.add_argument("--output", type=Path, default=Path("runs/played.jsonl"),
+                        help="file to which what was played by hand is added (%(default)s)")  # fmt: skip
     arguments = parser.parse_args()
+    if arguments.play:
+        try:
+            return play(find_game(arguments.play, arguments.data_root), arguments.output)
+        except (ValueError, OSError) as error:
+            raise SystemExit(f"environment.py: {_safe(str(error))}") from None
     game_files = sorted(arguments.data_root.rglob("game.tw-pddl"))
     if not game_files:
         raise SystemExit(shown(f"no game.tw-pddl below {arguments.data_root}; {how_to_get_games(arguments.data_root)}"))
