@@ -57,7 +57,7 @@ def test_a_group_starts_alike_and_its_branches_go_their_own_ways(games):
         moved = await group.step(0, actions[0])
         assert moved.observation.startswith("You arrive at")
         still = await group.step(1, "no such thing")
-        assert still == WorldState("Nothing happens.", first.admissible, 0, False, False)
+        assert still == WorldState("Nothing happens.", first.admissible, 0, False, False, first.state_id)
         assert (await group.step(2, actions[0])) == moved
         states = [moved]
         for action in actions[1:]:
