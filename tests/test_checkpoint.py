@@ -22,7 +22,7 @@ from environment import EnvironmentSettings
 from rollout import RolloutSettings, SettingsError, build_settings, explain
 from train import (
     CheckpointError, Policy, Progress, TrainSettings, begin, check_resumable, find_run, make_run_dir,
-    read_checkpoint, resumed_settings, save_checkpoint,
+    read_checkpoint, resumed_settings, save_checkpoint, usable_path,
 )  # fmt: skip
 
 WIDE = SignalSettings(ppo_clip_low=0.5, ppo_clip_high=100.0)
@@ -404,7 +404,8 @@ def test_settings_come_from_the_run_and_flags_win(saved):
     folder = saved[0] / "update-0002"
     args = types.SimpleNamespace(resume=str(folder), max_steps=5)
     settings, *_ = build_settings(args, resumed_settings(args), TrainSettings)
-    assert settings == replace(TrainSettings(), max_steps=5, resume=str(folder))
+    data_root = usable_path(TrainSettings.data_root)  # of this machine, if the games are there
+    assert settings == replace(TrainSettings(), max_steps=5, resume=str(folder), data_root=data_root)
     assert resumed_settings(types.SimpleNamespace()) == {}
 
 

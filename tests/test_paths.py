@@ -97,7 +97,7 @@ def again(resume, **given):
 
 
 def assert_finds_its_things(settings, project):
-    train_settings, play, _ = settings
+    train_settings, _, play, _ = settings
     assert os.path.samefile(play.base_model, project / "models" / "base")
     assert os.path.samefile(train_settings.data_root, project / "datasets" / "games")
     run_dir, _ = find_run(train_settings.resume, train_settings.runs_dir, train_settings.run_name)

@@ -33,4 +33,5 @@ def test_a_folder_whose_name_the_terminal_cannot_show_is_escaped_and_no_error(co
         arguments = ["-c", SETTINGS.format(root=str(ROOT)), "--base-model", folder]
     ended = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=tmp_path,
                            env=os.environ | {"PYTHONIOENCODING": "ascii"})  # fmt: skip
-    assert "Traceback" not in ended.stderr and "Spiele-f\\xfcr-sp\\xe4ter" in ended.stdout, ended.stdout + ended.stderr
+    said = ended.stdout + ended.stderr
+    assert "Traceback" not in said and "Spiele-f\\xfcr-sp\\xe4ter" in said, said
