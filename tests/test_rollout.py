@@ -74,7 +74,7 @@ class WrittenTurns:
     def next_rank(self):
         return 0
 
-    async def sample(self, prompt, seed, max_tokens, n=1, rank=0):
+    async def sample(self, prompt, seed, max_tokens, n=1, rank=0, temperature=None):
         self.prompts.append(list(prompt))
         self.room.append(max_tokens)
         text = self.texts[min(len(self.prompts), len(self.texts)) - 1]

@@ -115,7 +115,8 @@ SIGNAL = SignalSettings()
 def learn_from(policy, groups, advantages):
     """Metrics of one update, and a text to probe the engine with."""
     data = training_data(groups, advantages, SIGNAL)
-    return learn(policy, Batch(data), TrainSettings(), SIGNAL), data[0].tokens_T[:PROBE_TOKENS].tolist()
+    settings = TrainSettings(learning_rate=policy.optimizer.param_groups[0]["lr"])
+    return learn(policy, Batch(data), settings, SIGNAL), data[0].tokens_T[:PROBE_TOKENS].tolist()
 
 
 def test_trainer_and_engine_agree_before_and_after_two_updates(
