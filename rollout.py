@@ -20,6 +20,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import logging
 import math
 import multiprocessing
 import multiprocessing.resource_tracker
@@ -32,6 +33,7 @@ import tempfile
 import time
 import typing
 import uuid
+import warnings
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +47,10 @@ INVALID_ACTION_PENALTY = 0.1
 MAX_GROUP_SIZE = 256  # branches share the low 8 bits of a seed
 DEMO_MODEL = "datasets/demo/model"
 DEMO_DATA = "datasets/starter"
+
+# Said when vLLM is imported, on every CPU where all is well. Its processes import this module before, with the script.
+for _name in ("vllm.triton_utils.importing", "torch.utils.cpp_extension"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class SettingsError(ValueError):
@@ -525,6 +531,7 @@ class Sampler:
                         "(uv pip install ray)")  # fmt: skip
                 options["distributed_executor_backend"] = "ray"  # over several machines
         else:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the engine: that its memory is bound to a NUMA node
             options |= {
                 "enforce_eager": True,  # compiling costs half a minute a start and gains little on a CPU
                 "kv_cache_memory_bytes": int(settings.engine_cache_gb * 2**30),
@@ -758,6 +765,7 @@ def settle_engine_process() -> None:
     """
     import torch
 
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)  # vLLM's own use of it
     if multiprocessing.parent_process() is not None:  # vLLM calls it in the run's own process too, given the chance
         os.setpgid(0, 0)
         tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"]
