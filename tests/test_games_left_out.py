@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import run_command, settings
 from game_copies import STARTER, out_of_reach, rewritten
+from transformers import Qwen3Config
 from test_resume import assert_same_run, metrics_of
 
 import data
@@ -137,6 +138,7 @@ def test_games_left_out_at_the_start_are_told_by_kind(games, tmp_path, capsys):
 
 def test_an_evaluation_knows_of_such_a_game_before_the_engine_starts(games, tmp_path, qwen35_tokenizer, monkeypatch):
     qwen35_tokenizer.save_pretrained(tmp_path / "model")
+    Qwen3Config().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(evaluation.Sampler, "start", None)
     play = RolloutSettings(base_model=str(tmp_path / "model"), dtype="float32")
     model = evaluation.describe_model(evaluation.EvalSettings(), play.base_model)
