@@ -18,6 +18,7 @@ from test_credit import FORMS, alike, batches, close, episode, episodes, flat, m
 WITHIN_GROUPS = [name for name in FORMS if name not in ("reinforce++", "reinforce++ baseline", "gae", "gae std")]
 
 
+@many
 @given(st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=16), min_size=1, max_size=4))
 def test_group_mean_is_bit_for_bit_what_it_was(rewards):
     def as_it_was(rewards_K):
