@@ -270,7 +270,7 @@ def _turn_return(groups: Groups, settings: SignalSettings) -> Advantages:
     """A_kt = G_kt - mean of G_jt over the branches j that have a turn t.
 
     Source: Chen et al., "Group Policy Gradient" (2025), arXiv 2510.03679, equation 5 with the turn's number as bin.
-    Sums to 0 over the branches at every turn. With discount 1 a turn is not blamed for what was before it. The
+    Sums to 0 over the branches at every turn. A turn is not blamed for what was before it. The
     branches stand in different states at turn t, which the baseline ignores, and the last one that still plays is
     compared with nobody: 0.
     """
