@@ -1320,7 +1320,9 @@ def _next_step(solution: object, actions: list[str]) -> str:
     done = 0
     for action in actions:
         done += done < len(solution) and action == solution[done]
-    return f"Step {done + 1} of {len(solution)}: {solution[done]}" if done < len(solution) else "That was its last step."
+    if done == len(solution):
+        return "That was its last step."
+    return f"Step {done + 1} of {len(solution)}: {solution[done]}"
 
 
 def _safe(text: str) -> str:
