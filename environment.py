@@ -49,7 +49,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from data import GAME_FILE, SPLITS, TASK_FILE, json_object, read_file
-from protocol import first_messages, tool_call_text, tool_result
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
 CACHE_FORMAT = 1  # part of the cache key: raise it whenever the tables or the way they are made change
@@ -1265,6 +1264,8 @@ def play(game_file: Path, output: Path) -> None:
 
     A branch is an integer, so undo goes back to the one before. Raises GameError and OSError.
     """
+    from protocol import first_messages  # here, since it brings jinja2, for which no worker should wait at its start
+
     world = World(compile_game(game_file))
     solution = json_object(read_file(game_file)).get("walkthrough")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -1332,6 +1333,8 @@ def _safe(text: str) -> str:
 
 def _record(game_file: Path, task: str, first: Reply, last: Reply, turns: list[dict]) -> dict:
     """What was played, in the form of rollout.py's `Trajectory.record` as far as it applies, with its reward."""
+    from protocol import first_messages, tool_call_text, tool_result
+
     messages = first_messages(task, first[0], first[1])
     for turn in turns:
         messages.append({"role": "assistant", "content": tool_call_text(turn["action"])})
