@@ -102,7 +102,7 @@ class AnalysisSettings:
     metrics: Path | None = flag(None, type=Path, help="metrics.jsonl of a run: draw its training curves too")
     replay: tuple[Path, ...] = flag((), type=Path, nargs="+", metavar="FILE",
                                     help="write a page that shows these evaluations (with texts) and rollouts")
-    watch: Path | None = flag(None, type=Path, metavar="RUN", help="a run's folder: print and draw updates as they come")
+    watch: Path | None = flag(None, type=Path, metavar="RUN", help="a run's folder: show its updates as they come")
     dpi: int = flag(200, type=int, help="pixels an inch, figures are 10 inches wide (%(default)s)")
     show: bool = flag(False, action="store_true", help="open the figures in windows as well")
 
@@ -292,7 +292,7 @@ def read_evaluation(path: Path) -> Evaluation:
         raise AnalysisError(f"{where}: the summary lacks base_model or settings: nothing to compare it by")
     for name, value in settings.items():
         if not name[:60].isprintable() or isinstance(value, list | dict):
-            raise AnalysisError(f"{where}: the summary's setting {brief(name)} is {brief(value)}: not as eval.py writes it")
+            raise AnalysisError(f"{where}: the summary's setting {brief(name)} is {brief(value)}: not eval.py's")
     evaluation = Evaluation(path, base_model, update, settings, tuple(outcomes))
     fault = contradiction(summarise(evaluation), summary.get("splits"))
     if fault:
@@ -544,8 +544,10 @@ LOSS_REASONS = {  # in the order in which they are tried
 TREATMENTS = {"pick_clean_then_place_in_recep": "clean", "pick_heat_then_place_in_recep": "heat",
               "pick_cool_then_place_in_recep": "cool"}
 # The benchmark's 12 kinds of sentences, such as "put some mug on desk." and "heat some egg and put it in fridge."
-TASK_SENTENCE = re.compile(r"(?:put|find|clean|heat|cool|look at|examine) (?:(?:an?|some|two|the) )?(?:(?:clean|hot|cool) )?"
-                           r"(\w+) (?:in|on|under the|with the|and put (?:it|them) in) \w+\.?")  # fmt: skip
+TASK_SENTENCE = re.compile(
+    r"(?:put|find|clean|heat|cool|look at|examine) (?:(?:an?|some|two|the) )?(?:(?:clean|hot|cool) )?"
+    r"(\w+) (?:in|on|under the|with the|and put (?:it|them) in) \w+\.?"
+)
 
 
 def did_nothing(turn: dict) -> bool:
@@ -665,8 +667,9 @@ def read_replay(path: Path) -> tuple[list[dict], list[str]]:
         raise AnalysisError(faults[0] if faults else f"{path}:1: no trajectory in the file")
     groups: list[list[dict]] = []
     for record in [] if is_evaluation else records:
-        last = groups[-1][-1] if groups else {"branch": math.inf}
-        if record["branch"] <= last["branch"] or any(record[one] != last[one] for one in ("update", "split", "game_id")):
+        last = groups[-1][-1] if groups else {}
+        other = any(record[name] != last[name] for name in ("update", "split", "game_id")) if groups else True
+        if other or record["branch"] <= last["branch"]:
             groups.append([])
         groups[-1].append(record)
     for number, group in enumerate(groups):
@@ -693,9 +696,9 @@ def packed(record: dict, file: int, texts: dict[str, int], lists: dict[tuple[int
 
     turns, messages = record["turns"], record["messages"]
     written = [message["content"] for message in messages if message["role"] == "assistant"]
-    before = [*(message["role"] for message in messages), "assistant"].index("assistant")  # messages before the first turn
-    names = ("split", "task_type", "game_id", "task", "won", "reward", "steps", "invalid_actions", "stop_reason", "update",
-             "branch", "group", "advantage", "why")  # fmt: skip
+    before = [*(message["role"] for message in messages), "assistant"].index("assistant")  # the first turn's message
+    names = ("split", "task_type", "game_id", "task", "won", "reward", "steps", "invalid_actions", "stop_reason",
+             "update", "branch", "group", "advantage", "why")  # fmt: skip
     columns = {name: [text(turn[name]) for turn in turns] for name in ("action", "error", "status", "observation")}
     columns |= {
         "text": [text(words) for words in (written + [""] * len(turns))[: len(turns)]],
@@ -740,7 +743,7 @@ def write_replay(settings: AnalysisSettings) -> None:
     for reason in left_out:
         print(f"left out: {shown(reason)}", file=sys.stderr)
     if not files:
-        raise AnalysisError(f"none of {len(paths)} files can be shown: give evaluations with texts, or rollouts of a run")
+        raise AnalysisError(f"none of {len(paths)} files can be shown: give evaluations with texts, or rollouts")
     every = [record for records in files.values() for record in records]
     for name, records in (files if len(files) <= TABLES_PRINTED else {f"{len(files)} files": every}).items():
         print(loss_table(name, records) + "\n")

@@ -51,7 +51,6 @@ from pathlib import Path
 
 from data import GAME_FILE, GET_DATA, OLDER_RELEASE, SPLITS, TASK_FILE, DataError, how_to_get_games, is_older_release
 from data import json_object, read_file, read_game, save, saved, shown, told_by_kind, write_any_text
-from protocol import first_messages, tool_call_text, tool_result
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
 # A game with more than this is refused before much is done with it; behind each number the most of any official game.
@@ -1254,6 +1253,8 @@ def play(game_file: Path, output: Path) -> None:
 
     A branch is an integer, so undo goes back to the one before. Raises GameError and OSError.
     """
+    from protocol import first_messages  # here, since it brings jinja2, for which no worker should wait at its start
+
     world = World(compile_game(game_file))
     solution = json_object(read_file(game_file)).get("walkthrough")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -1309,7 +1310,9 @@ def _next_step(solution: object, actions: list[str]) -> str:
     done = 0
     for action in actions:
         done += done < len(solution) and action == solution[done]
-    return f"Step {done + 1} of {len(solution)}: {solution[done]}" if done < len(solution) else "That was its last step."
+    if done == len(solution):
+        return "That was its last step."
+    return f"Step {done + 1} of {len(solution)}: {solution[done]}"
 
 
 def _safe(text: str) -> str:
@@ -1319,6 +1322,8 @@ def _safe(text: str) -> str:
 
 def _record(game_file: Path, task: str, first: Reply, last: Reply, turns: list[dict]) -> dict:
     """What was played, in the form of rollout.py's `Trajectory.record` as far as it applies, with its reward."""
+    from protocol import first_messages, tool_call_text, tool_result
+
     messages = first_messages(task, first[0], first[1])
     for turn in turns:
         messages.append({"role": "assistant", "content": tool_call_text(turn["action"])})

@@ -20,7 +20,9 @@ STARTER = ROOT / "datasets" / "starter"
 
 @pytest.fixture(scope="module")
 def game():
-    return next(game for game in find_games(STARTER, "valid_unseen") if game.task_type == "pick_heat_then_place_in_recep")
+    return next(
+        game for game in find_games(STARTER, "valid_unseen") if game.task_type == "pick_heat_then_place_in_recep"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def solution(game):
 def play(output: Path, name: str, *answers: object) -> tuple[str, dict]:
     """What the terminal showed, and the last record of the file."""
     command = [sys.executable, ROOT / "environment.py", "--play", name, "--data-root", STARTER, "--output", output]
-    done = subprocess.run(command, input="".join(f"{answer}\n" for answer in answers), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, input="".join(f"{answer}\n" for answer in answers), capture_output=True, text=True, check=True
+    )
     return done.stdout, json.loads(output.read_text().splitlines()[-1])
 
 
@@ -39,14 +43,23 @@ def test_a_game_is_won_by_its_solution_and_leaves_what_a_rollout_would(tmp_path,
     shown, record = play(tmp_path / "new" / "a.jsonl", game.game_id, *solution)
     assert "You won." in shown and shown.count("\n> ") == len(solution)
     assert [record[name] for name in ("split", "game_id", "task_type", "won", "reward", "steps", "stop_reason")] == [
-        game.split, game.game_id, game.task_type, True, 1.0, len(solution), "won"]
+        game.split,
+        game.game_id,
+        game.task_type,
+        True,
+        1.0,
+        len(solution),
+        "won",
+    ]
     assert [turn["action"] for turn in record["turns"]] == solution
     assert [turn["status"] for turn in record["turns"]] == ["executed"] * (len(solution) - 1) + ["won"]
     world = environment.World(environment.compile_game(game.path))
     state, reply = world.start()
     messages = first_messages(world.task, reply[0], reply[1])
     assert record["messages"][:2] == messages
-    for turn, (said, told) in zip(record["turns"], zip(record["messages"][2::2], record["messages"][3::2]), strict=True):
+    for turn, (said, told) in zip(
+        record["turns"], zip(record["messages"][2::2], record["messages"][3::2]), strict=True
+    ):
         state, reply = world.step(state, reply, turn["action"])
         assert (turn["observation"], turn["admissible"]) == (reply[0], list(reply[1]))
         assert parse_tool_call(said["content"]).action == turn["action"]
@@ -59,7 +72,18 @@ def test_numbers_are_the_actions_of_the_list_and_undo_goes_back(tmp_path, game, 
     shown, _ = play(tmp_path / "a", game.game_id)
     numbers = {line[5:]: int(line[:4]) for line in shown.splitlines() if line[:4].strip().isdigit()}
     _, straight = play(tmp_path / "a", game.game_id, *solution)
-    detour = ["undo", numbers[solution[0]], "look", "undo", "undo", "nonsense", "UNDO", f"  {solution[0].upper()} ", "0", "undo"]
+    detour = [
+        "undo",
+        numbers[solution[0]],
+        "look",
+        "undo",
+        "undo",
+        "nonsense",
+        "UNDO",
+        f"  {solution[0].upper()} ",
+        "0",
+        "undo",
+    ]
     shown, record = play(tmp_path / "a", game.game_id, *detour, *solution[1:])
     assert record == straight
     assert shown.count("Nothing happens.") == 2 and shown.count("Task: ") == 4  # at the start, and after undo to it
@@ -77,7 +101,12 @@ def test_the_solution_is_shown_step_by_step(tmp_path, game, solution):
 def test_invalid_actions_and_the_limit_of_steps_count_as_for_the_model(tmp_path, game):
     shown, record = play(tmp_path / "a", game.path, *["fly", "look"] * 30)
     assert "Not won." in shown
-    assert (record["steps"], record["invalid_actions"], record["reward"], record["stop_reason"]) == (50, 25, -2.5, "max_steps")
+    assert (record["steps"], record["invalid_actions"], record["reward"], record["stop_reason"]) == (
+        50,
+        25,
+        -2.5,
+        "max_steps",
+    )
     assert [turn["status"] for turn in record["turns"][:2]] == ["not admissible", "executed"] and record["truncated"]
 
 
@@ -88,12 +117,26 @@ def test_random_is_any_game_and_what_is_no_game_is_one_line(tmp_path):
     for name, fault in (("gone/trial", "no game 'gone/trial' below"), (str(tmp_path / "broken"), "broken")):
         command = [sys.executable, ROOT / "environment.py", "--play", name, "--data-root", STARTER]
         done = subprocess.run(command, input="", capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 1 and fault in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
+        assert (
+            done.returncode == 1
+            and fault in done.stderr
+            and done.stderr.count("\n") == 1
+            and not (tmp_path / "runs").exists()
+        )
 
 
 def test_actions_are_completed_on_a_terminal_and_texts_cannot_write_to_it(tmp_path, game, solution):
     ours, theirs = pty.openpty()
-    command = [sys.executable, ROOT / "environment.py", "--play", game.game_id, "--data-root", STARTER, "--output", tmp_path / "a"]
+    command = [
+        sys.executable,
+        ROOT / "environment.py",
+        "--play",
+        game.game_id,
+        "--data-root",
+        STARTER,
+        "--output",
+        tmp_path / "a",
+    ]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         shown = b""
@@ -107,5 +150,7 @@ def test_actions_are_completed_on_a_terminal_and_texts_cannot_write_to_it(tmp_pa
                 break
     os.close(ours)
     record = json.loads((tmp_path / "a").read_text())
-    assert [turn["action"] for turn in record["turns"]] == ["inventory"] and f"Step 1 of {len(solution)}".encode() in shown
+    assert [turn["action"] for turn in record["turns"]] == [
+        "inventory"
+    ] and f"Step 1 of {len(solution)}".encode() in shown
     assert environment._safe("a\x1b[2J\u202e\nb") == "a\\x1b[2J\\u202e\nb"

@@ -24,19 +24,46 @@ def turn(action: str | None, observation: str = "", status: str = "executed", ad
         status, observation = "malformed", "No action was taken: no tool call."
     elif observation == NOTHING:
         status = "not admissible"
-    return {"step": 1, "action": action, "error": None, "status": status, "observation": observation,
-            "admissible": list(admissible), "prompt_tokens": 1, "completion_tokens": 1, "finish_reason": "stop"} | more
+    return {
+        "step": 1,
+        "action": action,
+        "error": None,
+        "status": status,
+        "observation": observation,
+        "admissible": list(admissible),
+        "prompt_tokens": 1,
+        "completion_tokens": 1,
+        "finish_reason": "stop",
+    } | more
 
 
-def trajectory(turns: list[dict], won: bool = False, task: str = "put a hot egg in fridge.", number: int = 1, **more) -> dict:
+def trajectory(
+    turns: list[dict], won: bool = False, task: str = "put a hot egg in fridge.", number: int = 1, **more
+) -> dict:
     """A line of rollouts, with the fields that the page reads."""
-    messages = [{"role": "system", "content": "You act."}, {"role": "user", "content": f"Task: {task}\nObservation: A room."}]
+    messages = [
+        {"role": "system", "content": "You act."},
+        {"role": "user", "content": f"Task: {task}\nObservation: A room."},
+    ]
     for one in turns:
         text = "I think.\n" + tool_call_text(one["action"]) if one["action"] is not None else "I do nothing."
         messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": one["observation"]}]
-    return {"type": "trajectory", "split": "train", "game_id": f"game-{number}/trial", "task_type": TASK_TYPES[3], "update": 1,
-            "branch": 0, "task": task, "won": won, "reward": won - 0.1, "steps": len(turns), "invalid_actions": 1,
-            "stop_reason": "won" if won else "max_steps", "messages": messages, "turns": turns} | more
+    return {
+        "type": "trajectory",
+        "split": "train",
+        "game_id": f"game-{number}/trial",
+        "task_type": TASK_TYPES[3],
+        "update": 1,
+        "branch": 0,
+        "task": task,
+        "won": won,
+        "reward": won - 0.1,
+        "steps": len(turns),
+        "invalid_actions": 1,
+        "stop_reason": "won" if won else "max_steps",
+        "messages": messages,
+        "turns": turns,
+    } | more
 
 
 def write(path: Path, *records: object) -> Path:
@@ -89,7 +116,10 @@ def test_a_lost_game_has_the_first_reason_whose_rule_holds(turns, reason):
 
 def test_rules_about_the_object_need_a_sentence_of_the_benchmark_and_a_task_that_asks_for_treatment():
     assert analysis.why_lost(trajectory([GO], task="do as you like")) == "out of steps on the way"
-    assert analysis.why_lost(trajectory([GO, TAKE_MUG], task="put some (egg on shelf.")) == "not yet cleaned, heated or cooled"
+    assert (
+        analysis.why_lost(trajectory([GO, TAKE_MUG], task="put some (egg on shelf."))
+        == "not yet cleaned, heated or cooled"
+    )
     assert analysis.why_lost(trajectory([SEE, TAKE], task_type=TASK_TYPES[0])) == "out of steps on the way"
     assert analysis.why_lost(trajectory([SEE], task_type="another")) == "out of steps on the way"
 
@@ -106,8 +136,16 @@ def test_every_task_sentence_names_the_object_of_the_games_name():
 
 
 def test_losses_are_counted_by_reason_and_task_type():
-    records = [trajectory(turns, won, task_type=TASK_TYPES[kind]) for turns, won, kind in (
-        ([SEE, TAKE_MUG], False, 3), ([SEE, TAKE_MUG], False, 0), ([GO], False, 0), ([GO], True, 0), ([GO], False, 5))]
+    records = [
+        trajectory(turns, won, task_type=TASK_TYPES[kind])
+        for turns, won, kind in (
+            ([SEE, TAKE_MUG], False, 3),
+            ([SEE, TAKE_MUG], False, 0),
+            ([GO], False, 0),
+            ([GO], True, 0),
+            ([GO], False, 5),
+        )
+    ]
     table = analysis.loss_table("a\x1bfile", [record | {"why": analysis.why_lost(record)} for record in records])
     lines = [line.split("  ") for line in table.splitlines()]
     rows = {line[0]: [cell.strip() for cell in line[1:] if cell.strip()] for line in lines}
@@ -123,11 +161,20 @@ def test_losses_are_counted_by_reason_and_task_type():
 
 def test_rollouts_come_in_groups_with_advantages(tmp_path):
     def branches(number, rewards, **more):
-        return [trajectory([GO], number=number, branch=branch, reward=reward, **more) for branch, reward in enumerate(rewards)]
+        return [
+            trajectory([GO], number=number, branch=branch, reward=reward, **more)
+            for branch, reward in enumerate(rewards)
+        ]
 
     alone = trajectory([GO], number=3)
-    path = write(tmp_path / "a", *branches(1, [1.0, 0.0, 0.0, -1.0]), *branches(2, [1.0, 0.5]), *branches(2, [0.0, 0.0]), alone,
-                 *branches(4, [1.0, 0.0], advantage=0.25))
+    path = write(
+        tmp_path / "a",
+        *branches(1, [1.0, 0.0, 0.0, -1.0]),
+        *branches(2, [1.0, 0.5]),
+        *branches(2, [0.0, 0.0]),
+        alone,
+        *branches(4, [1.0, 0.0], advantage=0.25),
+    )
     records, faults = analysis.read_replay(path)
     assert not faults
     assert [record["group"] for record in records] == [0] * 4 + [1] * 2 + [2] * 2 + [None] + [4] * 2
@@ -186,13 +233,23 @@ def test_the_page_allows_its_own_script_and_style_and_nothing_else():
     for name in ("script", "style"):
         [text] = re.findall(f"<{name}>(.*?)</{name}>", page, re.DOTALL)
         allowed[name] = f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-    assert policy.split("; ")[:3] == ["default-src 'none'", f"script-src {allowed['script']}", f"style-src {allowed['style']}"]
-    assert not re.search(r"https?:|//[a-z]|{{|\bsrc=|innerHTML|insertAdjacentHTML|document\.write|\beval\b|style=|\son\w+=", page)
+    assert policy.split("; ")[:3] == [
+        "default-src 'none'",
+        f"script-src {allowed['script']}",
+        f"style-src {allowed['style']}",
+    ]
+    assert not re.search(
+        r"https?:|//[a-z]|{{|\bsrc=|innerHTML|insertAdjacentHTML|document\.write|\beval\b|style=|\son\w+=", page
+    )
 
 
 def test_the_page_holds_every_text_once_and_every_turn():
-    turns = [turn("look", "A room.", admissible=["look", "go to shelf 1"]), turn("look", "A room.", admissible=["look", "go to shelf 1"]),
-             turn(None, admissible=["look"]), turn("go to shelf 1", NOTHING, tokens=["go", " to"], logprobs=[-0.12345, -2], advantage=0.5)]
+    turns = [
+        turn("look", "A room.", admissible=["look", "go to shelf 1"]),
+        turn("look", "A room.", admissible=["look", "go to shelf 1"]),
+        turn(None, admissible=["look"]),
+        turn("go to shelf 1", NOTHING, tokens=["go", " to"], logprobs=[-0.12345, -2], advantage=0.5),
+    ]
     records = [analysis.replay_record("a:1", trajectory(turns, branch=branch)) for branch in range(2)]
     content = content_of(analysis.replay_page({"one": records, "two": records[:1]}, ["left </script>"]))
     texts = content["texts"]
@@ -201,21 +258,36 @@ def test_the_page_holds_every_text_once_and_every_turn():
     assert content["left_out"] == ["left </script>"]
     shown = content["trajectories"][0]
     assert [[texts[number] for number in pair] for pair in shown["opening"]] == [
-        ["system", "You act."], ["user", "Task: put a hot egg in fridge.\nObservation: A room."]]
+        ["system", "You act."],
+        ["user", "Task: put a hot egg in fridge.\nObservation: A room."],
+    ]
     columns = shown["turns"]
-    assert [texts[number] for number in columns["text"]] == [message["content"] for message in records[0]["messages"][2::2]]
-    assert [None if number is None else texts[number] for number in columns["action"]] == ["look", "look", None, "go to shelf 1"]
+    assert [texts[number] for number in columns["text"]] == [
+        message["content"] for message in records[0]["messages"][2::2]
+    ]
+    assert [None if number is None else texts[number] for number in columns["action"]] == [
+        "look",
+        "look",
+        None,
+        "go to shelf 1",
+    ]
     assert columns["nothing"] == [False, False, True, True]
     assert columns["list"][0] == columns["list"][1] and len(content["lists"]) == 2
     steps = content["lists"][columns["list"][0]]
     assert [texts[sum(steps[: place + 1])] for place in range(len(steps))] == ["look", "go to shelf 1"]
-    assert columns["rare"] == [{}, {}, {}, {
-        "advantage": 0.5, "tokens": [texts.index("go"), texts.index(" to")], "logprobs": [-0.123, -2]}]
+    assert columns["rare"] == [
+        {},
+        {},
+        {},
+        {"advantage": 0.5, "tokens": [texts.index("go"), texts.index(" to")], "logprobs": [-0.123, -2]},
+    ]
 
 
 def test_hostile_texts_reach_the_page_packed_only(tmp_path, capsys):
     hostile = "</script><script>alert(1)</script>\u202e\ud800"
-    path = write(tmp_path / "a.jsonl", trajectory([turn(hostile, hostile)], task=hostile, game_id=hostile, split=hostile))
+    path = write(
+        tmp_path / "a.jsonl", trajectory([turn(hostile, hostile)], task=hostile, game_id=hostile, split=hostile)
+    )
     analysis.main(["--replay", str(path), str(tmp_path / "gone"), "--output", str(tmp_path)])
     page = (tmp_path / "replay.html").read_text()
     assert "alert" not in page and page.count("</script>") == 2
@@ -227,7 +299,11 @@ def test_hostile_texts_reach_the_page_packed_only(tmp_path, capsys):
 
 def test_a_whole_evaluation_of_long_games_stays_below_3_mb():
     rng = random.Random(0)
-    places = [f"{kind} {number}" for kind in ("cabinet", "drawer", "shelf", "countertop", "stoveburner") for number in range(1, 12)]
+    places = [
+        f"{kind} {number}"
+        for kind in ("cabinet", "drawer", "shelf", "countertop", "stoveburner")
+        for number in range(1, 12)
+    ]
     things = [f"{kind} {number}" for kind in ("mug", "egg", "knife", "apple", "bread", "pan") for number in range(1, 4)]
     words = (ROOT / "README.md").read_text().split()
     records = []
@@ -236,7 +312,9 @@ def test_a_whole_evaluation_of_long_games_stays_below_3_mb():
         for _ in range(50):
             seen, place = rng.sample(things, 4), rng.choice(rooms)
             actions = sorted([f"go to {room}" for room in rooms] + [f"take {thing} from {place}" for thing in seen])
-            turns.append(turn(f"go to {place}", f"You arrive at {place}. You see a {', a '.join(seen)}.", admissible=actions))
+            turns.append(
+                turn(f"go to {place}", f"You arrive at {place}. You see a {', a '.join(seen)}.", admissible=actions)
+            )
         record = trajectory(turns, number=number)
         for message in record["messages"][2::2]:
             message["content"] = " ".join(rng.sample(words, 25)) + "\n" + message["content"]
@@ -246,7 +324,11 @@ def test_a_whole_evaluation_of_long_games_stays_below_3_mb():
 
 def test_files_of_one_name_are_told_apart_and_named_twice_shown_once(tmp_path):
     (tmp_path / "b").mkdir()
-    paths = [write(tmp_path / "a.jsonl", GOOD), write(tmp_path / "b" / "a.jsonl", GOOD), write(tmp_path / "c.jsonl", GOOD)]
+    paths = [
+        write(tmp_path / "a.jsonl", GOOD),
+        write(tmp_path / "b" / "a.jsonl", GOOD),
+        write(tmp_path / "c.jsonl", GOOD),
+    ]
     analysis.main(["--replay", *map(str, [*paths, paths[0]]), "--output", str(tmp_path / "page.html")])
     assert content_of((tmp_path / "page.html").read_text())["files"] == [str(paths[0]), str(paths[1]), "c.jsonl"]
 

@@ -14,6 +14,7 @@ import pytest
 import analysis
 
 ROOT = Path(__file__).resolve().parent.parent
+NOW = time.time()
 
 
 def line(update: int, **more) -> str:
@@ -30,7 +31,7 @@ def make_run(folder: Path, planned: object = 3, lines: str = "") -> Path:
 
 
 def age(run: Path, seconds: float) -> None:
-    os.utime(run / "metrics.jsonl", (time.time() - seconds,) * 2)
+    os.utime(run / "metrics.jsonl", (NOW - seconds,) * 2)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ class Clock:
         self.steps = list(steps)
 
     def time(self) -> float:
-        return time.time()
+        return NOW
 
     def sleep(self, seconds: float) -> None:
         if not self.steps:
@@ -87,10 +88,20 @@ def test_updates_are_printed_as_they_come_until_the_run_has_ended(tmp_path, monk
             pictures.append(picture.read_bytes() if picture.exists() else None)
             with log.open("a") as file:
                 file.write(text)
+
         return step
 
-    said = watch(monkeypatch, capsys, run, write(""), write(line(1)), write(line(2)[:30]), write(line(2)[30:]), write(""),
-                 write(line(3, **{"train/entropy": None, "reward/success": 0.5})))
+    said = watch(
+        monkeypatch,
+        capsys,
+        run,
+        write(""),
+        write(line(1)),
+        write(line(2)[:30]),
+        write(line(2)[30:]),
+        write(""),
+        write(line(3, **{"train/entropy": None, "reward/success": 0.5})),
+    )
     values = "reward -0.500  invalid 3.50"
     assert said == [
         "RUN: no update yet",
@@ -99,16 +110,27 @@ def test_updates_are_printed_as_they_come_until_the_run_has_ended(tmp_path, monk
         f"update 3/3  success 0.500  {values}  mismatch 2.0e-09  seconds 20.0",
         "RUN: ended, all 3 updates are done",
     ]
-    assert pictures[:2] == [None, None] and pictures[2] == pictures[3] != pictures[4] == pictures[5] != picture.read_bytes()
+    assert (
+        pictures[:2] == [None, None]
+        and pictures[2] == pictures[3] != pictures[4] == pictures[5] != picture.read_bytes()
+    )
 
 
 def test_a_run_that_stopped_writing_is_told_of_once_and_watched_on(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "one", 9, line(1) + line(2))
     age(run, 600)
-    said = watch(monkeypatch, capsys, run, lambda: None, lambda: None,
-                 lambda: (run / "metrics.jsonl").write_text(line(1) + line(2) + line(3)), lambda: age(run, 6000))
+    said = watch(
+        monkeypatch,
+        capsys,
+        run,
+        lambda: None,
+        lambda: None,
+        lambda: (run / "metrics.jsonl").write_text(line(1) + line(2) + line(3)),
+        lambda: age(run, 6000),
+    )
     assert [text.split("  ")[0] for text in said] == [
-        "update 1/9", "update 2/9",
+        "update 1/9",
+        "update 2/9",
         "RUN: nothing was written for 10 minutes, it may have stopped; to go on: uv run python train.py --resume RUN",
         "update 3/9",
         "RUN: nothing was written for 100 minutes, it may have stopped; to go on: uv run python train.py --resume RUN",
@@ -118,10 +140,21 @@ def test_a_run_that_stopped_writing_is_told_of_once_and_watched_on(tmp_path, mon
 def test_a_run_that_was_set_back_is_followed_from_there_and_a_longer_one_has_no_end(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "one", 4, line(1) + line(2) + line(3))
     log = run / "metrics.jsonl"
-    said = watch(monkeypatch, capsys, run, lambda: log.write_text(line(1)), lambda: log.write_text(line(1) + line(2)),
-                 lambda: log.write_text("".join(map(line, range(1, 20)))))
+    said = watch(
+        monkeypatch,
+        capsys,
+        run,
+        lambda: log.write_text(line(1)),
+        lambda: log.write_text(line(1) + line(2)),
+        lambda: log.write_text("".join(map(line, range(1, 20)))),
+    )
     assert [text.split("  ")[0] for text in said] == [
-        "update 1/4", "update 2/4", "update 3/4", "update 2/4", *[f"update {n}/{n}" for n in range(15, 20)]]
+        "update 1/4",
+        "update 2/4",
+        "update 3/4",
+        "update 2/4",
+        *[f"update {n}/{n}" for n in range(15, 20)],
+    ]
 
 
 def test_what_is_no_run_or_no_log_is_one_line(tmp_path):
@@ -141,8 +174,11 @@ def test_what_is_no_run_or_no_log_is_one_line(tmp_path):
 
 def test_ctrl_c_ends_it_quietly(tmp_path):
     run = make_run(tmp_path / "one", 3, line(1))
-    command = subprocess.Popen([sys.executable, ROOT / "analysis.py", "--watch", run, "--output", tmp_path / "images"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = subprocess.Popen(
+        [sys.executable, ROOT / "analysis.py", "--watch", run, "--output", tmp_path / "images"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert command.stdout.readline().startswith(b"update 1/3  success")
     time.sleep(1)
     command.send_signal(signal.SIGINT)
