@@ -43,7 +43,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from advantages import group_advantages
-from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, read_file, write_any_text
+from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, read_file, shown, write_any_text
 from rollout import wilson_interval
 
 EVAL_COMMAND = "uv run python eval.py --split all   (for a checkpoint add --model-path PATH)"
@@ -81,11 +81,6 @@ class AnalysisError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(shown(message))
-
-
-def shown(text: object) -> str:
-    """`text` in one line that is safe on a terminal: control and bidi characters, half characters and such escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
 def flag(default, **argument):
