@@ -165,7 +165,7 @@ def is_older_release(grammar: str) -> bool:
 
 
 def find_games(data_root: str | Path, split: str) -> list[Game]:
-    """Every game of `split` that belongs to the benchmark, sorted by `game_id`.
+    """Every game of `split` that belongs to the benchmark, sorted by `game_id`; one of an older release is marked.
 
     `data_root` is the folder above `json_2.1.1`, that folder itself, or the folder of `split`. A game is kept if its
     path below the split's folder holds neither "movable" nor "Sliced", its task type is one of TASK_TYPES and it is
@@ -252,17 +252,17 @@ def told_by_kind(reasons: Mapping[Path, str]) -> list[str]:
     for first, *others in kinds.values():
         line = reasons[first]
         if others:
-            also = ", ".join(shown(other) for other in others[:2]) + f" and {len(others) - 2:,} more" * (len(others) > 2)
-            line = f"{len(others) + 1:,} games, such as {line}; also {also}"
+            more = f" and {len(others) - 2:,} more" if len(others) > 2 else ""
+            line = f"{len(others) + 1:,} games, such as {line}; also {', '.join(map(shown, others[:2]))}{more}"
         lines.append(line)
     return lines
 
 
 def how_to_get_games(data_root: str | Path, split: str = "") -> str:
     """What to type where `data_root` has no games: the folder with games that alfworld itself would look in, if any."""
-    given, homes = os.path.abspath(data_root), [os.environ.get("ALFWORLD_DATA", ""), "~/.cache/alfworld"]
-    homes = dict.fromkeys(os.path.abspath(os.path.expanduser(home)) for home in homes if home)
-    found = [home for home in homes if home != given and Path(home, RELEASE_FOLDER, split).is_dir()]
+    folders = [str(data_root), os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld", "~/.cache/alfworld"]
+    given, *homes = dict.fromkeys(os.path.abspath(os.path.expanduser(folder)) for folder in folders)
+    found = [home for home in homes if Path(home, RELEASE_FOLDER, split).is_dir()]
     return "".join(f"there are games in {home}: use --data-root {shlex.quote(home)}; or else " for home in found) + (
         f"download the games with {DOWNLOAD} and use --data-root datasets/alfworld, "
         "or take the starter games: --data-root datasets/starter"
@@ -358,7 +358,7 @@ def _damaged(path: str | Path, what: str) -> str:
 
 
 def _unreadable(path: str | Path, error: OSError) -> str:
-    remedy = "make it a file that this user can read" if isinstance(error, PermissionError) else GOOD_COPY
+    remedy = "make it readable for this user" if isinstance(error, PermissionError) else GOOD_COPY
     return f"cannot read {path}: {error.strerror}; {remedy}"
 
 

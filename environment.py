@@ -45,7 +45,7 @@ import time
 import traceback
 import types
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -1107,6 +1107,15 @@ class Group:
             self._worker = None
 
 
+async def _refusal(compiling: Awaitable) -> str:
+    """Why a game cannot be compiled; "" if it can."""
+    try:
+        await compiling
+    except GameError as error:
+        return str(error)
+    return ""
+
+
 class WorldPool(contextlib.AbstractContextManager):
     """Worker processes that hold all branches, and compilers that make games ready. Use it as a context manager.
 
@@ -1170,15 +1179,11 @@ class WorldPool(contextlib.AbstractContextManager):
 
     async def ready(self, game_files: Iterable[Path]) -> dict[Path, str]:
         """Make games ready for `open_group` and wait for it. Returns those that cannot be played, with the reason."""
-        found = {}
         game_files = dict.fromkeys(map(Path, game_files))
         self.prefetch(game_files)
-        for game_file in game_files:
-            try:
-                await self._ahead[game_file]
-            except GameError as error:
-                del self._ahead[game_file]
-                found[game_file] = str(error)
+        found = {game_file: reason for game_file in game_files if (reason := await _refusal(self._ahead[game_file]))}
+        for game_file in found:
+            del self._ahead[game_file]
         self.unplayable |= found
         return found
 
@@ -1194,28 +1199,19 @@ class WorldPool(contextlib.AbstractContextManager):
             if not self._background or self._background[0].lost:
                 self._background = [_Worker(10 * self.settings.compile_timeout_seconds, 1)]
                 os.setpriority(os.PRIO_PROCESS, self._background[0].process.pid, 19)
-            try:
-                await self._background[0].ask("compile", str(game_file), True)
-            except GameError as error:
-                self.unplayable[game_file] = str(error)
-            except _WorkerLost:  # what there is to say of this game is said when it is drawn
-                continue
+            with contextlib.suppress(_WorkerLost):  # what there is to say of this game is said when it is drawn
+                if reason := await _refusal(self._background[0].ask("compile", str(game_file), True)):
+                    self.unplayable[game_file] = reason
+        for process in self._background:
+            process.close("all games are compiled")
 
     async def check(self, game_files: Iterable[Path], ground: bool = False) -> dict[Path, str]:
         """The games that cannot be played, with the reason; a few milliseconds a game, less where a cache is there.
 
         Only with `ground` (0.1 s a game, kept on the disk) it tells what grounding shows, such as a goal out of reach.
         """
-
-        async def refusal(game_file: Path) -> str:
-            try:
-                await self._compile(game_file, ground)
-            except GameError as error:
-                return str(error)
-            return ""
-
         game_files = list(map(Path, game_files))
-        reasons = await asyncio.gather(*map(refusal, game_files))
+        reasons = await asyncio.gather(*(_refusal(self._compile(game_file, ground)) for game_file in game_files))
         return {game_file: reason for game_file, reason in zip(game_files, reasons) if reason}
 
     def close(self) -> None:

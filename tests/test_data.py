@@ -216,7 +216,7 @@ def broken_indexes():
         "an entry is short": lambda head, entries: head + json.dumps({"a-task/trial_9": [1, 2]}).encode(),
         "solvable is text": lambda head, entries: head + with_first(entries, 5, "false"),
         "task type is a list": lambda head, entries: head + with_first(entries, 4, [PLACE]),
-        "size is a fraction": lambda head, entries: head + with_first(entries, 0, float(next(iter(entries.values()))[0])),
+        "size is a fraction": lambda head, entries: head + with_first(entries, 0, 9.0),
     }
 
 

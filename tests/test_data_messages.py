@@ -56,7 +56,7 @@ def test_a_file_that_this_user_may_not_read_says_so(root, split_folder, monkeypa
 
     monkeypatch.setattr(data, "read_file", refuse)
     message = refused(root)
-    assert "Permission denied; make it a file that this user can read" in message and "good copy" not in message
+    assert "Permission denied; make it readable for this user" in message and "good copy" not in message
 
 
 def test_half_a_character_is_no_text(root, split_folder):  # noqa: F811

@@ -318,6 +318,7 @@ def test_games_are_compiled_ahead_by_a_process_that_gives_way(tmp_path, games):
             await asyncio.sleep(0.01)
         assert os.getpriority(os.PRIO_PROCESS, pool._background[0].process.pid) == 19
         await task
+        assert not alive(pool._background[0].process.pid), "when all is done its memory is free"
         for compiler, ask in zip(pool._compilers, compilers):
             compiler.ask = ask
         assert [(file.parent / environment.CACHE_NAME).exists() for file in files] == [True, False, False, True, True]
