@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 import typing
-import uuid
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -614,8 +613,8 @@ class Sampler:
         for o in final.outputs:
             if o.finish_reason == "stop" and o.token_ids[-1] not in self._stop_token_ids:
                 raise RolloutError(
-                    f"the engine ended a turn at token {o.token_ids[-1]}, which is none of the end tokens that were read from "
-                    f"the model's files, {self._stop_token_ids}: add it to eos_token_id in generation_config.json"
+                    f"the engine ended a turn at token {o.token_ids[-1]}; known as end tokens, from the model's files, are "
+                    f"{self._stop_token_ids}: add it to eos_token_id in its generation_config.json"
                 )
         return [
             Completion(
@@ -715,34 +714,30 @@ def _engine_alive():
         ) from error
 
 
-SOCKET_PATH = 107  # bytes of a socket's path at most (Linux, unix(7))
-
-
 def _engine_folder() -> Path:
     """A new folder for the sockets and files of an engine, outside TMPDIR if a socket's path would be too long there."""
+    longest = 107 - len("/engine-12345678/") - 36  # Linux's limit (unix(7)), less the folder and a socket's name, a UUID
     for place in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
-        if len(os.fsencode(f"{place}/engine-12345678/{uuid.UUID(int=0)}")) <= SOCKET_PATH:
+        if len(os.fsencode(place)) <= longest:
             with contextlib.suppress(OSError):
                 return Path(tempfile.mkdtemp(prefix="engine-", dir=place))
     raise SettingsError(
-        f"TMPDIR is {tempfile.gettempdir()!r}, too long for a socket's path, and /tmp cannot be written: "
-        f"set TMPDIR to a folder of at most {SOCKET_PATH - 53} bytes"
+        f"TMPDIR is {tempfile.gettempdir()!r}, and the engine's sockets need a folder that can be written and whose path "
+        f"has at most {longest} bytes: neither TMPDIR nor /tmp is one"
     )
 
 
 def _start_in(folder: Path, start: Callable, *arguments, **options):
     """Call `start` so that the processes it starts are the engine's: marked, settled, and deaf to Ctrl-C.
 
-    VLLM_RPC_BASE_PATH, where vLLM puts its sockets, marks them for the guard. They settle by vLLM's general plug-ins,
-    which are found as installed packages are, by a folder in Python's path. A signal that is blocked here is blocked in
-    them: Ctrl-C goes to every process of a terminal, and what comes of it is the run's to say.
+    VLLM_RPC_BASE_PATH, where vLLM puts its sockets, marks them for the guard. `settle_engine_process` reaches them as a
+    general plug-in of vLLM, which is found as an installed package is, by a folder in Python's path. A signal that is
+    blocked here is blocked in them: Ctrl-C goes to every process of a terminal, and is the run's to answer.
     """
     plugin = folder / "alfworld_engine-1.dist-info"
     plugin.mkdir()
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: alfworld_engine\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\nalfworld_engine = {__name__}:{settle_engine_process.__name__}\n"
-    )
+    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nalfworld_engine = rollout:settle_engine_process\n")
     multiprocessing.resource_tracker.ensure_running()  # not one of them, and its start unblocks signals
     if "VLLM_PLUGINS" in os.environ:  # the only ones that are loaded
         os.environ["VLLM_PLUGINS"] += ",alfworld_engine"

@@ -202,12 +202,14 @@ def starter_games():
 
 
 def run_command(*arguments, cwd):
-    """Run one of the project's scripts as a person would, from another folder."""
+    """Run one of the project's scripts as a person would, from another folder; stderr is kept there, by script."""
     result = subprocess.run(
         [sys.executable, ROOT / arguments[0], *map(str, arguments[1:])],
         cwd=cwd, capture_output=True, text=True, timeout=600, env=os.environ | {"STARTED_BY_TEST": str(cwd)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
+    with open(f"{cwd}/stderr-of-{arguments[0]}.txt", "a") as file:
+        file.write(result.stderr)
     return result.stdout + result.stderr
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def test_training_saves_weights_metrics_and_every_trajectory(trained):
     assert list((run_dir / "swanlog").iterdir())
 
 
+def assert_only_progress(stderr):
+    """Nothing but progress bars: no warning of a library at the start, and nothing of what was left behind at the end."""
+    lines = [line.strip() for line in re.split(r"[\r\n]|\x1b\[A", stderr.read_text())]
+    assert [line for line in lines if line and not re.match("(updates|trajectories|games): ", line)] == []
+
+
+def test_a_healthy_run_prints_nothing_but_its_lines_and_its_progress(trained):
+    assert_only_progress(trained[0] / "stderr-of-train.py.txt")
+
+
 def test_no_process_and_no_shared_memory_is_left_behind(trained):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE,
                              env=os.environ | {"STARTED_BY_TEST": str(trained[0])})  # fmt: skip
@@ -67,6 +78,7 @@ def test_checkpoint_and_base_are_evaluated_and_drawn(trained, warm_model, capsys
               "--max-trajectory-tokens", 6000, "--max-assistant-tokens", 24)  # fmt: skip
     base = run_command("eval.py", *common, "--games-per-batch", 1, cwd=home)
     tuned = run_command("eval.py", *common, "--model-path", "runs/one/checkpoints/update-0004/sampler", "--no-texts", cwd=home)
+    assert_only_progress(home / "stderr-of-eval.py.txt")
     assert "Wrote eval_results/base.jsonl" in base and "Wrote eval_results/one-update-0004.jsonl" in tuned
     files = {}
     for name, update in (("base", 0), ("one-update-0004", 4)):

@@ -84,7 +84,7 @@ def test_a_folder_for_sockets_is_found_beside_a_long_tmpdir_and_none_is_said_in_
     assert folder.parent == Path("/var/tmp")
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setattr(tempfile, "mkdtemp", refuse_to_write)
-    with pytest.raises(SettingsError, match=f"TMPDIR is '{long}', too long .* at most 54 bytes"):
+    with pytest.raises(SettingsError, match=f"TMPDIR is '{long}', .* at most 54 bytes"):
         rollout._engine_folder()
 
 
@@ -129,7 +129,7 @@ def test_an_end_token_that_stands_in_the_config_alone_is_known_to_engine_and_par
         assert {turn.finish_reason for turn in turns} == {"stop"} and not any(turn.status == "malformed" for turn in turns)
         assert all(trajectory.tokens[turn.end - 1] == other for trajectory in trajectories for turn in trajectory.turns)
         sampler._stop_token_ids = [usual]
-        with pytest.raises(RolloutError, match=f"ended a turn at token {other}, which is none of .*\\[{usual}\\]"):
+        with pytest.raises(RolloutError, match=f"ended a turn at token {other}; .* are \\[{usual}\\]"):
             run(play_group(sampler, chat, pool, starter_games[0], 1, 0, settings))
     finally:
         sampler.close()
