@@ -317,9 +317,14 @@ def test_weights_that_are_missing_are_named(bases, plain_adapter, tmp_path):
 
 PROBE = [(7 * i) % 500 + 3 for i in range(120)]
 TELLING = {
-    "by module": FOLLOWED["all of them"],
-    "some modules of one layer": FOLLOWED["one layer"] | {"lora_alpha": 3, "use_rslora": True},
-}
+    "by module": lambda layer: {
+        "use_rslora": True, "rank_pattern": {f"model.layers.{layer}.self_attn.q_proj": 6},
+        "alpha_pattern": {"q_proj": 64, "up_proj": 1},
+    },
+    "some modules of one layer": lambda layer: {
+        "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [layer], "lora_alpha": 30, "use_rslora": True,
+    },
+}  # fmt: skip
 
 
 def load_into(run, folder, base, sampler, way, chat):
@@ -336,7 +341,7 @@ def load_into(run, folder, base, sampler, way, chat):
 @pytest.mark.parametrize("options", TELLING.values(), ids=TELLING)
 def test_the_engine_plays_with_merged_weights_as_peft_does(run, warm_model, sampler, chat, tmp_path, options):
     before = run(sampler.score(PROBE))
-    save_foreign(warm_model, tmp_path, **options)
+    save_foreign(warm_model, tmp_path, **options(layer=1))
     try:
         scores, expected = load_into(run, tmp_path, warm_model, sampler, "merged", chat)
         assert mean_gap(scores, expected) < 1e-4 < 100 * mean_gap(scores, before)
@@ -352,7 +357,7 @@ def test_the_engine_plays_with_an_adapter_as_peft_does(run, hybrid_model, tmp_pa
     try:
         before = run(sampler.score(PROBE))
         for name, options in TELLING.items():
-            save_foreign(hybrid_model, tmp_path / name, **options)
+            save_foreign(hybrid_model, tmp_path / name, **options(layer=3))  # the one with attention
             scores, expected = load_into(run, tmp_path / name, hybrid_model, sampler, "adapter", chat)
             assert mean_gap(scores, expected) < 0.1 * mean_gap(scores, before), name
             run(sampler.drop_adapter())
