@@ -62,6 +62,7 @@ TRAINING_PANELS = (  # title, metrics of metrics.jsonl, logarithmic axis
     ("Entropy (nats a token)", ("train/entropy",), False),
     ("Mismatch of rollout and trainer (KL, k3)", ("mismatch/k3",), True),
 )
+METER = ("eval/success", "eval/success_low", "eval/success_high")  # at some updates, with --eval-every
 TRAILING_UPDATES = 10  # the bold training curves are means of this many updates
 
 # Colours of Okabe & Ito, told apart with every common kind of colour blindness; the markers differ as well.
@@ -366,7 +367,7 @@ def read_metrics(path: Path, more: Sequence[str] = ()) -> tuple[list[int], dict[
 
     Of an update that is logged twice (a run that was resumed from before it) the last line counts.
     """
-    names = [name for _, metrics, _ in TRAINING_PANELS for name in metrics] + list(more)
+    names = [name for _, metrics, _ in TRAINING_PANELS for name in metrics] + [*METER, *more]
     rows: dict[int, dict[str, float]] = {}
     for number, record in read_records(path):
         if not is_count(record.get("update")):
@@ -514,12 +515,22 @@ def draw_training(updates: Sequence[int], metrics: dict[str, list[float]]) -> Fi
             axes.plot(updates, trailing_mean(metrics[name], TRAILING_UPDATES), color=colour, label=name + absent)
         if logarithmic and any(value > 0 for value in metrics[names[0]]):
             axes.set_yscale("log")
+        if axes is grid[0, 0]:
+            draw_meter(axes, updates, metrics)
         axes.legend(loc="best")
     grid[0, 0].xaxis.get_major_locator().set_params(integer=True)  # shared by all panels
     for axes in grid[1]:
         axes.set_xlabel("update")
     caption(figure, f"Pale: every update (n = {len(updates)}). Bold: mean of the last {TRAILING_UPDATES}.")
     return figure
+
+
+def draw_meter(axes: Axes, updates: Sequence[int], metrics: dict[str, list[float]]) -> None:
+    """Success on the games that --eval-every plays, with its interval, at the updates that have it."""
+    points = np.array([updates, *(metrics[name] for name in METER)], dtype=float)
+    update, share, low, high = points[:, ~np.isnan(points).any(axis=0)]
+    if update.size:
+        axes.errorbar(update, share, [share - low, high - share], color=GREEN, marker="D", label="eval/success, 95 % interval")
 
 
 def caption(figure: Figure, text: str) -> None:
@@ -754,7 +765,7 @@ WATCH_SECONDS = 2.0  # between two looks at a run
 LINES_AT_ONCE = 5  # of the updates that came since the last look
 SHORTEST_SILENCE_SECONDS, SILENCE_UPDATES = 60.0, 5  # a run that is quiet for longer than either has stopped
 UPDATE_LINE = (
-    ("success", "reward/success", ".3f"), ("reward", "reward/mean", "+.3f"),
+    ("success", "reward/success", ".3f"), ("eval", "eval/success", ".3f"), ("reward", "reward/mean", "+.3f"),
     ("invalid", "rollout/invalid_actions", ".2f"), ("entropy", "train/entropy", ".2f"),
     ("mismatch", "mismatch/k3", ".1e"), ("seconds", "time/update", ".1f"),
 )  # fmt: skip

@@ -264,6 +264,22 @@ class ChatTokens:
             completion = completion[:-1]
         return self.tokenizer.decode(list(completion), skip_special_tokens=False)
 
+    def token_texts(self, completion: Sequence[int]) -> list[str]:
+        """The text of each token, end token included; joined they are the completion's.
+
+        A character of several tokens stands at its last one, and the others are empty. Each token is decoded after the
+        one before it, as some tokenizers drop the space at the beginning of a text.
+        """
+        texts, begin = [], 0
+        for end in range(1, len(completion) + 1):
+            first = max(0, begin - 1)
+            before, text = (self.tokenizer.decode(list(completion[first:to]), skip_special_tokens=False) for to in (begin, end))
+            # A character has four bytes at most: what is not whole by then is none.
+            whole = not text.endswith("\ufffd") or end - begin == 4 or end == len(completion)
+            texts.append(text.removeprefix(before) if whole else "")
+            begin = end if whole else begin
+        return texts
+
     # The rest runs once, at start-up.
 
     def _choose_template(self) -> tuple[str, str]:

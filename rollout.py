@@ -365,9 +365,16 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         return sum(end - start for start, end in self.spans)
 
-    def record(self) -> dict:
-        """Everything needed to read or replay the trajectory, as one JSON object."""
+    def record(self, token_texts: Callable[[Sequence[int]], list[str]] | None = None, advantages: Sequence[float] = ()) -> dict:
+        """Everything needed to read or replay the trajectory, as one JSON object.
+
+        With `token_texts` also each token's text and log-probability, with `advantages` also each turn's and their mean.
+        """
         logprobs = [logprob for turn in self.turns for logprob in turn.logprobs]
+        more: list[dict] = [{"advantage": advantage} for advantage in advantages] or [{} for _ in self.turns]
+        for turn, one in zip(self.turns, more, strict=True) if token_texts else ():
+            one["tokens"] = token_texts(self.tokens[turn.prompt_length : turn.end])
+            one["logprobs"] = [round(logprob, 6) for logprob in turn.logprobs]
         return {
             "type": "trajectory",
             **{name: getattr(self.game, name) for name in ("split", "game_id", "task_type")},
@@ -380,6 +387,7 @@ class Trajectory:
             **{name: getattr(self, name) for name in ("truncated", "stop_reason", "prompt_tokens", "sampled_tokens")},
             "trajectory_tokens": len(self.tokens),
             "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+            **({"advantage": sum(advantages) / len(advantages)} if advantages else {}),
             "messages": self.messages,
             "turns": [
                 {
@@ -390,18 +398,19 @@ class Trajectory:
                     "completion_tokens": turn.end - turn.prompt_length,
                     "finish_reason": turn.finish_reason,
                     "state_id": turn.state_id,
+                    **one,
                 }
-                for step, turn in enumerate(self.turns, 1)
+                for step, (turn, one) in enumerate(zip(self.turns, more, strict=True), 1)
             ],
         }
 
 
-def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write trajectories as JSON lines, whole or not at all."""
+def write_records(path: Path, records: Iterable[dict]) -> None:
+    """Write trajectories' records as JSON lines, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
-        for trajectory in trajectories:
-            file.write(json.dumps(trajectory.record()) + "\n")
+        for record in records:
+            file.write(json.dumps(record) + "\n")
     partial.replace(path)
 
 

@@ -1099,6 +1099,10 @@ class TrainSettings:
         "", "print what engine and trainer take on this GPU, or on one of so many GiB, and end", fixed=False, nargs="?",
         const="here", metavar="GIB",
     )  # fmt: skip
+    record_logprobs: bool = flag(
+        False, "write the text and log-probability of every sampled token into the rollouts, for the replay page to shade "
+        "(about 50 bytes a token)", fixed=False,
+    )  # fmt: skip
     swanlab_project: str = flag("alfworld-grpo", "SwanLab project", fixed=False)
     swanlab_mode: str = flag("local", "online, local, offline or disabled", fixed=False)
 
@@ -2220,8 +2224,8 @@ async def learn_from(
     """An update after its rollout, up to where the run could be resumed: credit, train, sync, log, save."""
     settings, policy = run.settings, run.policy
     with timed(metrics, "time/train"):
-        write_records(run.folder / "rollouts" / f"update-{update:04d}.jsonl", sum(groups, []))
         advantages = credit([[episode_of(trajectory) for trajectory in group] for group in groups], run.signal)
+        write_records(run.folder / "rollouts" / f"update-{update:04d}.jsonl", rollout_records(run, groups, advantages))
         save_now = update == settings.max_steps or bool(settings.save_every) and update % settings.save_every == 0
         batch = Batch(training_data(groups, advantages, run.signal), update, save_now)
         await run.card.to_trainer()
@@ -2244,6 +2248,13 @@ async def learn_from(
     tqdm.write(update_line(update, settings.max_steps, metrics))
     if save_now:
         await asyncio.to_thread(save, run)
+
+
+def rollout_records(run: Run, groups: list[list[Trajectory]], advantages: list[list[list[float]]]) -> Iterator[dict]:
+    """What is written of each trajectory; advantages where they are not the recipe's, which follow from the rewards."""
+    token_texts = run.chat.token_texts if run.settings.record_logprobs else None
+    for trajectory, by_turn in zip(sum(groups, []), sum(advantages, []), strict=True):
+        yield trajectory.record(token_texts, by_turn if run.signal.advantage != "group-mean" else ())
 
 
 class Rollouts:
@@ -2321,7 +2332,7 @@ async def play_meter(run: Run, update: int) -> dict[str, float]:
     trajectories = [replace(trajectory, update=update - 1) for [trajectory] in groups]
     folder = run.folder / "evals"
     folder.mkdir(exist_ok=True)
-    write_records(folder / f"update-{update:04d}.jsonl", trajectories)
+    write_records(folder / f"update-{update:04d}.jsonl", (trajectory.record() for trajectory in trajectories))
     n, won = len(trajectories), sum(trajectory.won for trajectory in trajectories)
     low, high = wilson_interval(won, n)
     return metrics | {

@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
@@ -341,6 +342,20 @@ def test_training_curves_take_the_last_line_of_an_update_and_leave_gaps(tmp_path
     assert metrics["mismatch/k3"] == pytest.approx([math.nan, math.nan, 0.001], nan_ok=True)
     images = run(tmp_path, "--metrics", path, "--result-dir", tmp_path / "nothing")
     assert [image.name for image in images.iterdir()] == ["training.png"]
+
+
+def test_training_curves_show_the_meter_where_it_was_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    meter = {"eval/success": 0.5, "eval/success_low": 0.4, "eval/success_high": 0.7}
+    lines = [{"update": 1, "reward/success": 0.1}, {"update": 2, "reward/success": 0.2} | meter, {"update": 3}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figure = analysis.draw_training(*analysis.read_metrics(path))
+    [container] = figure.axes[0].containers
+    (line,), [bars] = container.lines[0:1], container.lines[2]
+    assert line.get_xydata().tolist() == [[2, 0.5]]
+    assert bars.get_segments()[0] == pytest.approx(np.array([[2, 0.4], [2, 0.7]]))
+    path.write_text(json.dumps(lines[0]) + "\n")
+    assert not analysis.draw_training(*analysis.read_metrics(path)).axes[0].containers
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The tool-call parser, the messages, and the token-prefix extension."""
 
 import json
+import random
 
 import pytest
 from conftest import QWEN35_STYLE_TEMPLATE, make_tokenizer
@@ -246,3 +247,15 @@ def test_tokenizer_without_chatml_marks_and_without_tools_is_refused():
     )
     with pytest.raises(TemplateMismatch, match="is not there; the tokenizer lacks"):
         ChatTokens(tokenizer)
+
+
+def test_texts_of_tokens_join_to_what_was_written(chat):
+    """Also where a character has several tokens, and where bytes are none."""
+    text = "Go.\n🙂 漢字, é  and then\n" + tool_call_text("open drawer 1")
+    tokens = chat._encode(text) + chat.stop_token_ids[:1]
+    texts = chat.token_texts(tokens)
+    assert len(texts) == len(tokens) and "".join(texts[:-1]) == chat.completion_text(tokens) == text
+    assert texts[-1] == chat.tokenizer.decode(tokens[-1:])
+    rng = random.Random(0)
+    noise = [rng.randrange(len(chat.tokenizer)) for _ in range(300)]
+    assert len(chat.token_texts(noise)) == 300 and chat.token_texts([]) == []

@@ -5,6 +5,8 @@ import math
 from dataclasses import replace
 
 import pytest
+
+import analysis
 from stock_world import StockWorld
 
 from protocol import check_prefix_extension, tool_call_text
@@ -122,7 +124,7 @@ def test_malformed_and_inadmissible_turns_count_as_steps_and_as_invalid(run, poo
     assert first.action is None and "no tool call" in first.observation and "look" in first.admissible
     assert (len(trajectory.turns), trajectory.invalid_actions, trajectory.malformed) == (8, 4, 3)
     assert trajectory.stop_reason == "max_steps" and trajectory.truncated and trajectory.reward == pytest.approx(-0.4)
-    write_records(tmp_path / "r.jsonl", [trajectory])  # whatever the model wrote can be written
+    write_records(tmp_path / "r.jsonl", [trajectory.record()])  # whatever the model wrote can be written
     record = json.loads((tmp_path / "r.jsonl").read_text())
     assert (record["valid_tool_calls"], record["admissible_actions"]) == (5, 4)
     assert record["mean_logprob"] == pytest.approx(-0.5)
@@ -193,10 +195,33 @@ def test_engine_plays_and_its_records_are_consistent(group, chat, tmp_path):
         for (start, end), turn in zip(t.spans, t.turns, strict=True):
             assert chat.completion_text(t.tokens[start:end]) == turn.text
             assert len(turn.logprobs) == end - start <= 24 and all(lp <= 1e-5 for lp in turn.logprobs)
-    write_records(tmp_path / "r.jsonl", trajectories)
+    write_records(tmp_path / "r.jsonl", (t.record() for t in trajectories))
     lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [line["branch"] for line in lines] == [0, 1, 2, 3]
     assert all(line["steps"] == len(line["turns"]) and line["reward"] <= 1 for line in lines)
+
+
+def test_records_hold_tokens_and_advantages_where_they_are_asked_for(group, chat, tmp_path):
+    """The page reads them back: token texts join to what was written, and log-probabilities are the sampler's."""
+    trajectories, _ = group
+    advantages = [[step / 8 for step in range(len(t.turns))] for t in trajectories]
+    records = [t.record(chat.token_texts, by_turn) for t, by_turn in zip(trajectories, advantages, strict=True)]
+    write_records(tmp_path / "r.jsonl", records)
+    [shown, left_out] = analysis.read_replay(tmp_path / "r.jsonl")
+    assert not left_out
+    for t, by_turn, record in zip(trajectories, advantages, shown, strict=True):
+        assert [turn["advantage"] for turn in record["turns"]] == by_turn
+        assert record["advantage"] == pytest.approx(sum(by_turn) / len(by_turn))
+        for turn, of_page in zip(t.turns, record["turns"], strict=True):
+            assert of_page["logprobs"] == pytest.approx(turn.logprobs, abs=1e-6)
+            ended = turn.finish_reason == "stop"
+            assert "".join(of_page["tokens"][:-1] if ended else of_page["tokens"]) == turn.text
+    without = [t.record() for t in trajectories]
+    for record in records:
+        del record["advantage"]
+        for turn in record["turns"]:
+            del turn["advantage"], turn["tokens"], turn["logprobs"]
+    assert json.dumps(records) == json.dumps(without)  # nothing else changes, not even the order
 
 
 def test_engine_computes_hardly_more_prompt_tokens_than_there_are_distinct_ones(group):
