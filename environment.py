@@ -19,7 +19,6 @@ its texts do not depend on PYTHONHASHSEED. A finished game stays as it is, as in
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import collections
 import contextlib
@@ -34,7 +33,6 @@ import math
 import os
 import pickle
 import random
-import re
 import resource
 import signal
 import socket
@@ -49,8 +47,11 @@ from collections.abc import Awaitable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from data import GAME_FILE, GET_DATA, OLDER_RELEASE, SPLITS, TASK_FILE, DataError, how_to_get_games, is_older_release
-from data import json_object, read_file, read_game, save, saved, shown, told_by_kind, write_any_text
+from data import (
+    GAME_FILE, GET_DATA, OLDER_RELEASE, SPLITS, TASK_FILE, TASK_PREFIX, DataError, Language, NotUnderstood,
+    how_to_get_games, is_older_release, json_object, parse_language, read_file, read_game, save, saved, shown,
+    split_task, told_by_kind, write_any_text,
+)  # fmt: skip
 
 CACHE_NAME = ".game.compiled"  # beside each game.tw-pddl
 # A game with more than this is refused before much is done with it; behind each number the most of any official game.
@@ -65,7 +66,6 @@ CACHE_FORMAT = 2  # part of the cache key: raise it whenever the tables or the w
 LARGEST_WORLD = 64 * 2**20  # bytes of JSON; official games have up to 0.6 MB
 MOST_MEMORY = 4 * 2**30  # bytes for a worker's data; official games need 0.2 GB while they are compiled
 PACKAGES = ("alfworld", "textworld", "fast-downward-textworld")  # their versions are part of the cache key
-TASK_PREFIX = "Your task is to: "
 
 
 class GameError(DataError):
@@ -113,10 +113,6 @@ class EnvironmentSettings:
 # -------------------------------------------------------------------------------------------------- game files
 
 
-class _NotUnderstood(Exception):
-    """A domain, problem or grammar outside what is compiled here; the text says which part."""
-
-
 def _read_game(game_file: Path) -> tuple[dict[str, str], str]:
     """The game's texts and the cache key: a hash of the file's bytes, the libraries' versions and our format."""
     try:
@@ -148,7 +144,7 @@ def compile_game(game_file: Path, ground: bool = True) -> bytes:
     except (Exception, SystemExit) as error:  # the libraries' parsers answer bad text with whatever they trip over
         missing = isinstance(error.__cause__, StopIteration)  # where fast_downward's parsers wanted to read on
         reason = "a part of the PDDL is missing" if missing else " ".join(str(error).split())[:300]
-        known = isinstance(error, _NotUnderstood)
+        known = isinstance(error, NotUnderstood)
         what = f"not understood: {reason}" if known else f"cannot be compiled ({type(error).__name__}: {reason})"
         raise GameError(f"{game_file}: {what}; {GET_DATA}") from error
     if ground:
@@ -159,9 +155,9 @@ def compile_game(game_file: Path, ground: bool = True) -> bytes:
 def _compile(texts: dict[str, str], ground: bool) -> bytes:
     for name, most in LARGEST_TEXTS.items():
         if len(texts[name]) > most:
-            raise _NotUnderstood(f"{name} has more than {most:,} characters")
-    template, task = _split_task(texts["grammar"])
-    language = _language(template)
+            raise NotUnderstood(f"{name} has more than {most:,} characters")
+    template, task = split_task(texts["grammar"])
+    language = parse_language(template)
     problem = _parse_problem(texts["pddl_domain"], texts["pddl_problem"])
     said = _action_texts(problem, language)
     if not ground:
@@ -172,7 +168,7 @@ def _compile(texts: dict[str, str], ground: bool) -> bytes:
     return compiled
 
 
-# ---------------------------------------------------------------------------------------------------- language
+# ---------------------------------------------------------------------------------------------------- grounding
 #
 # A text is a list of nodes, each a JSON list:
 #   ["text", string]           itself
@@ -184,141 +180,21 @@ def _compile(texts: dict[str, str], ground: bool) -> bytes:
 # A query is a list of [predicate, variables, types]; it is matched from left to right.
 
 
-@dataclass(frozen=True)
-class _Language:
-    rules: dict[str, list]  # name -> [[query or None, nodes], ...]
-    actions: dict[str, tuple[list, list] | str]  # PDDL action -> nodes of its command and feedback, or what is wrong
-    queries: tuple[tuple[str, tuple[str, ...]], ...]  # (predicate, types) that some query asks for
-    types: dict[str, str]  # the one type that each variable of a query has
-
-
-_TASK = re.compile(r'("task"\s*:\s*\[\s*\{\s*"rhs"\s*:\s*)("(?:[^"\\]|\\.)*")')
-
-
-def _split_task(grammar: str) -> tuple[str, str]:
-    """The grammar without its task sentence, equal in all games, and that sentence."""
-    found = _TASK.findall(grammar)
-    if len(found) != 1:
-        raise _NotUnderstood(f"{len(found)} task rules in the grammar, not 1")
-    task = json.loads(found[0][1])
-    if not task.startswith(TASK_PREFIX) or re.search(r'[;|"<>\[\]#{}\t\n]|//', task):
-        raise _NotUnderstood(f"the task rule {task!r} is no plain sentence after {TASK_PREFIX!r}")
-    return _TASK.sub(r'\1""', grammar), task
-
-
-@functools.lru_cache(maxsize=8)
-def _language(grammar: str) -> _Language:
-    """Parse a grammar with textworld's parser and turn what its texts can reach into nodes."""
-    from textworld.envs.pddl import textgen
-    from textworld.envs.pddl.logic import GameLogic
-    from textworld.logic import Rule
-
-    logic = GameLogic(domain="", grammar=grammar)
-    rules: dict[str, list] = {}
-    broken: dict[str, str] = {}
-    queries: set[tuple[str, tuple[str, ...]]] = set()
-    variable_types: dict[str, str] = {}
-
-    def query(expression: str | None) -> list | None:
-        if not expression:
-            return None
-        steps = []
-        for predicate in Rule.parse_conjunctive_query(expression).preconditions:
-            queries.add((predicate.name, predicate.types))
-            for name, type_ in zip(predicate.names, predicate.types):
-                if variable_types.setdefault(name, type_) != type_:
-                    raise _NotUnderstood(f"the variable {name!r} has two types in the grammar")
-            steps.append([predicate.name, list(predicate.names), list(predicate.types)])
-        return steps
-
-    def nodes(symbols: Iterable) -> list:
-        return [node for symbol in symbols for node in compiled(symbol)]
-
-    def compiled(symbol) -> list:
-        if isinstance(symbol, textgen.TerminalSymbol):
-            return [["text", str(symbol)]]
-        if isinstance(symbol, textgen.NonterminalSymbol):
-            rule(symbol.symbol)
-            return [["rule", symbol.symbol]]
-        if isinstance(symbol, textgen.ConditionalSymbol):
-            inner = compiled(symbol.expression)
-            return [["each", inner, query(symbol.given)]] if symbol.given else inner
-        if isinstance(symbol, textgen.ListSymbol):
-            for name in ("list_empty", "list_separator", "list_last_separator"):
-                rule(name)
-            return [["list", compiled(symbol.symbol.expression), query(symbol.symbol.given) or []]]
-        if isinstance(symbol, textgen.EvalSymbol):
-            return _expression(ast.parse(symbol.expression.strip(), mode="eval").body)
-        raise _NotUnderstood(f"grammar symbol {symbol!r}")
-
-    def rule(name: str) -> None:
-        if name in broken:
-            raise _NotUnderstood(broken[name])
-        if name in rules:
-            return
-        broken[name] = f"the rule {name!r} uses itself"  # while it is being read
-        try:
-            alternatives = logic.grammar._rules.get(name)
-            if not alternatives:
-                raise _NotUnderstood(f"the grammar has no rule {name!r}")
-            if alternatives[-1].condition:
-                raise _NotUnderstood(f"the last alternative of the rule {name!r} has a condition")
-            rules[name] = [[query(each.condition), nodes(each.rhs)] for each in alternatives]
-            del broken[name]
-        except _NotUnderstood as error:
-            broken[name] = str(error)
-            raise
-
-    def text(source: str) -> list:
-        return nodes(textgen._parse_and_convert(source, rule_name="symbols"))
-
-    actions: dict[str, tuple[list, list] | str] = {}
-    for name, action in logic.actions.items():  # more than the domain has: a broken one need not matter
-        try:
-            actions[name] = (text(action.template), text(action.feedback_rule))
-        except _NotUnderstood as error:
-            actions[name] = str(error)
-    rule("intro")
-    return _Language(rules, actions, tuple(sorted(queries)), variable_types)
-
-
-def _action_texts(task, language: _Language) -> dict[str, tuple[list, list]]:
+def _action_texts(task, language: Language) -> dict[str, tuple[list, list]]:
     """The texts of the domain's actions, once each is known to have some that can always be said."""
     for action in task.actions:
         texts = language.actions.get(action.name, f"the grammar has no action {action.name!r}")
         if isinstance(texts, str):
-            raise _NotUnderstood(texts)
+            raise NotUnderstood(texts)
         parameters = action.parameters[: action.num_external_parameters]
         for parameter in parameters:
             if language.types.get(parameter.name[1:], parameter.type_name) != parameter.type_name:
-                raise _NotUnderstood(f"{parameter.name} has another type in the texts of {action.name!r}")
+                raise NotUnderstood(f"{parameter.name} has another type in the texts of {action.name!r}")
         bound = frozenset(parameter.name[1:] for parameter in parameters)
         unknown = sorted({variable for variable, free in _named(texts[1], bound, language.rules, set()) if free})
         if unknown:
-            raise _NotUnderstood(f"the feedback of {action.name!r} names {unknown}, which nothing stands for")
+            raise NotUnderstood(f"the feedback of {action.name!r} names {unknown}, which nothing stands for")
     return {action.name: language.actions[action.name] for action in task.actions}
-
-
-def _expression(tree: ast.expr) -> list:
-    """Nodes of a grammar expression. TextWorld `eval`s them; only the forms that ALFWorld's grammar has are known."""
-    match tree:
-        case ast.Constant(value=str(value)):
-            return [["text", value]]
-        case ast.Name(id=variable):
-            return [["attr", variable, "name"]]
-        case ast.Attribute(value=ast.Name(id=variable), attr=("name" | "id") as name):
-            return [["attr", variable, name]]
-        case ast.Attribute(value=ast.Name(), attr=("indefinite" | "definite") as article):
-            return [["text", {"indefinite": "a", "definite": "the"}[article]]]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _expression(left) + _expression(right)
-        case ast.BoolOp(op=ast.Or(), values=[first, second]):
-            (first,), (second,) = _expression(first), _expression(second)
-            return [["either", first, second]]
-    raise _NotUnderstood(f"the grammar expression {ast.unparse(tree)!r}")
-
-
-# ---------------------------------------------------------------------------------------------------- grounding
 
 
 def _parse_problem(domain: str, problem: str):
@@ -334,18 +210,18 @@ def _parse_problem(domain: str, problem: str):
     sections = parse(problem.split("\n"))
     for name in (":domain", ":init", ":goal"):
         if [name] not in [section[:1] for section in sections]:
-            raise _NotUnderstood(f"the problem has no {name}")
+            raise NotUnderstood(f"the problem has no {name}")
     task = parsing_functions.parse_task(parse(domain.split("\n")), sections)
     if len(task.objects) > MOST_OBJECTS:
-        raise _NotUnderstood(f"more than {MOST_OBJECTS:,} objects")
+        raise NotUnderstood(f"more than {MOST_OBJECTS:,} objects")
     for proxy in normalize.all_conditions(task):
         if _written_out(proxy.condition)[1] > MOST_LITERALS:
             whose = "the goal" if proxy.owner is task else "a condition of the domain"
-            raise _NotUnderstood(f"{whose} has more than {MOST_LITERALS:,} literals with its alternatives written out")
+            raise NotUnderstood(f"{whose} has more than {MOST_LITERALS:,} literals with its alternatives written out")
     normalize.normalize(task)
     binders = [*task.actions, *task.axioms, *(effect for action in task.actions for effect in action.effects)]
     if any(len(binder.parameters) > MOST_PARAMETERS for binder in binders):
-        raise _NotUnderstood(f"an action or a condition binds more than {MOST_PARAMETERS} variables")
+        raise NotUnderstood(f"an action or a condition binds more than {MOST_PARAMETERS} variables")
     return task
 
 
@@ -372,7 +248,7 @@ def _explore(task) -> tuple[list, list, set]:
 
     def push(predicate, arguments: list[str]) -> None:
         if queue.num_pushes >= MOST_ATOMS:
-            raise _NotUnderstood(f"grounding meets more than {MOST_ATOMS:,} atoms")
+            raise NotUnderstood(f"grounding meets more than {MOST_ATOMS:,} atoms")
         queue.push(predicate, arguments)
 
     while queue:
@@ -387,14 +263,14 @@ def _explore(task) -> tuple[list, list, set]:
     }
     found = collections.Counter(atom.predicate for atom in queue.queue if isinstance(atom.predicate, pddl.Action))
     if sum(count * effects[action] ** 2 for action, count in found.items()) > MOST_PAIRS:  # each is held against each
-        raise _NotUnderstood(f"the ground actions have more than {MOST_PAIRS:,} pairs of effects")
+        raise NotUnderstood(f"the ground actions have more than {MOST_PAIRS:,} pairs of effects")
     reachable, changing, actions, axioms, _ = instantiate.instantiate(task, queue.queue)
     if not reachable:
-        raise _NotUnderstood("the goal cannot be reached")
+        raise NotUnderstood("the goal cannot be reached")
     return actions, axioms, changing
 
 
-def _ground(task, said: dict[str, tuple[list, list]], language: _Language) -> dict:
+def _ground(task, said: dict[str, tuple[list, list]], language: Language) -> dict:
     """Ground the task with fast_downward and lay it out as tables.
 
     The translator's later step to finite-domain variables is left out: with the options TextWorld gives it every
@@ -458,7 +334,7 @@ def _initial_atoms(task) -> set[tuple[str, tuple[str, ...]]]:
     for fact in task.init:
         if isinstance(fact, pddl.Assign):
             if fact.fluent.symbol != "total-cost" and not str(fact.expression.value).isdigit():
-                raise _NotUnderstood(f"the initial value {fact.expression.value} of {fact.fluent.symbol!r}")
+                raise NotUnderstood(f"the initial value {fact.expression.value} of {fact.fluent.symbol!r}")
         elif fact.predicate != "=":
             atoms.add(_key(fact))
     return atoms
@@ -502,7 +378,7 @@ def _bits(goal: list, operators: list[_Operator], asked: set[str]) -> dict[tuple
                 bits.setdefault(part[:2], len(bits))
             for predicate in {atom[0], f"not_{atom[0]}"} & asked:
                 if condition:
-                    raise _NotUnderstood(f"texts ask for {predicate!r}, which has a conditional effect")
+                    raise NotUnderstood(f"texts ask for {predicate!r}, which has a conditional effect")
                 bits.setdefault((predicate, atom[1]), len(bits))
     return bits
 
@@ -542,11 +418,11 @@ def _goal(task, axioms: list, changing: set) -> list[tuple[set, set]]:
     else:
         conditions = [[literal for literal in literals if pddl.Atom(*_key(literal)) in changing]]
         if not conditions[0] or {literal.negate() for literal in conditions[0]} & set(conditions[0]):
-            raise _NotUnderstood("a goal that is always or never met")
+            raise NotUnderstood("a goal that is always or never met")
     if any(literal.predicate in derived for condition in conditions for literal in condition):
-        raise _NotUnderstood("a goal with nested or negated conditions")
+        raise NotUnderstood("a goal with nested or negated conditions")
     if len(derived) > 1 or any(_key(axiom.effect) != _key(literals[0]) for axiom in axioms):
-        raise _NotUnderstood("derived predicates beside the goal")
+        raise NotUnderstood("derived predicates beside the goal")
     return [
         ({_key(part) for part in condition if not part.negated}, {_key(part) for part in condition if part.negated})
         for condition in conditions
@@ -591,10 +467,10 @@ def _command(nodes: list, operator: _Operator, names: dict[str, str], type_of: d
                 typed = [operator.binding.get(variable, ("", "")) for variable in variables]
                 atom = (predicate, tuple(entity for entity, type_ in typed if type_of.get(entity) == type_))
                 if atom not in initial and atom not in operator.needs:
-                    raise _NotUnderstood(f"the command of {operator.action!r} depends on {predicate!r}")
+                    raise NotUnderstood(f"the command of {operator.action!r} depends on {predicate!r}")
             text += _command(node[0], operator, names, type_of, initial)
         else:
-            raise _NotUnderstood(f"the command of {operator.action!r} depends on the rule {node[0]!r}")
+            raise NotUnderstood(f"the command of {operator.action!r} depends on the rule {node[0]!r}")
     return text
 
 
@@ -623,9 +499,9 @@ def _refuse_ambiguous(meanings: dict[str, list], initial: set, words: dict[str, 
             place = frozenset(atom for atom in operator.needs if atom[0] in single)
             outcomes.setdefault(place, []).append((operator.action, said, operator.effects))
         if any(each != same[0] for same in outcomes.values() for each in same):
-            raise _NotUnderstood(f"the command {command!r} has two meanings in one place")
+            raise NotUnderstood(f"the command {command!r} has two meanings in one place")
         if len(outcomes) > 1 and len({len(place) for place in outcomes}) > 1:
-            raise _NotUnderstood(f"the command {command!r} has two meanings")
+            raise NotUnderstood(f"the command {command!r} has two meanings")
 
 
 def _named(nodes: list, bound: frozenset, rules: dict, seen: set) -> Iterator[tuple[str, bool]]:
@@ -649,7 +525,7 @@ def _named(nodes: list, bound: frozenset, rules: dict, seen: set) -> Iterator[tu
                 yield from _named(inner, bound, rules, seen)
 
 
-def _fact_tables(task, language: _Language, initial: set, bits: dict, numbered: dict) -> list:
+def _fact_tables(task, language: Language, initial: set, bits: dict, numbered: dict) -> list:
     """For every (predicate, types) that texts ask for: its possible facts in stock's order, [arguments, bit or -1].
 
     Stock goes through the subtypes of the asked types in a fixed order, and through the facts of each sorted by
@@ -669,10 +545,10 @@ def _fact_tables(task, language: _Language, initial: set, bits: dict, numbered: 
     tables = []
     for predicate, asked in language.queries:
         if not set(asked) <= {type_.name for type_ in hierarchy}:
-            raise _NotUnderstood(f"a text asks for {predicate}{asked}, a type the domain lacks")
+            raise NotUnderstood(f"a text asks for {predicate}{asked}, a type the domain lacks")
         wanted = [hierarchy.get(name) for name in asked]
         if math.prod(len(list(type_.subtypes)) for type_ in wanted) > MOST_SUBTYPES:
-            raise _NotUnderstood(f"a text asks for {predicate}{asked}, which has more than {MOST_SUBTYPES:,} subtypes")
+            raise NotUnderstood(f"a text asks for {predicate}{asked}, which has more than {MOST_SUBTYPES:,} subtypes")
         rows = []
         for subtypes in hierarchy.multi_subtypes(wanted):
             signature = (predicate, tuple(type_.name for type_ in subtypes))
@@ -1276,7 +1152,7 @@ def play(game_file: Path, output: Path) -> None:
             status = "won" if won else "over" if done else "executed" if action in reply[1] else "not admissible"
             turns.append({"step": len(turns) + 1, "action": action, "error": None, "status": status,
                           "observation": said, "admissible": list(admissible)})  # fmt: skip
-    print(_safe(said), "You won." if past[-1][1][3] else "Not won.", sep="\n")
+    print(*map(shown, said.split("\n")), "You won." if past[-1][1][3] else "Not won.", sep="\n")
     record = _record(game_file, world.task, past[0][1], past[-1][1], turns)
     with output.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
@@ -1285,7 +1161,7 @@ def play(game_file: Path, output: Path) -> None:
 
 def _ask(said: str, actions: tuple[str, ...]) -> str:
     """Show what was said and what can be done, and return the answer as an action; `quit` at the end of input."""
-    print("", _safe(said), *(f"{number:4} {_safe(action)}" for number, action in enumerate(actions, 1)), sep="\n")
+    print("", *map(shown, said.split("\n")), *(f"{number:4} {shown(action)}" for number, action in enumerate(actions, 1)), sep="\n")
     if sys.stdin.isatty():
         import readline  # editing and history for input()
 
@@ -1309,11 +1185,6 @@ def _next_step(solution: object, actions: list[str]) -> str:
     if done == len(solution):
         return "That was its last step."
     return f"Step {done + 1} of {len(solution)}: {solution[done]}"
-
-
-def _safe(text: str) -> str:
-    """A text of a game for a terminal: what is neither printable nor a line's end is escaped."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _record(game_file: Path, task: str, first: Reply, last: Reply, turns: list[dict]) -> dict:
@@ -1354,7 +1225,7 @@ def main() -> None:
         try:
             return play(find_game(arguments.play, arguments.data_root), arguments.output)
         except (ValueError, OSError) as error:
-            raise SystemExit(f"environment.py: {_safe(str(error))}") from None
+            raise SystemExit(f"environment.py: {shown(error)}") from None
     game_files = sorted(arguments.data_root.rglob("game.tw-pddl"))
     if not game_files:
         raise SystemExit(shown(f"no game.tw-pddl below {arguments.data_root}; {how_to_get_games(arguments.data_root)}"))

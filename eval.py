@@ -13,6 +13,7 @@ Run by: `uv run python eval.py --split all` and `uv run python eval.py --model-p
 import argparse
 import asyncio
 import contextlib
+import copy
 import errno
 import fcntl
 import hashlib
@@ -20,6 +21,7 @@ import io
 import json
 import math
 import os
+import re
 import reprlib
 import stat
 import sys
@@ -32,54 +34,24 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from peft import get_peft_model, set_peft_model_state_dict
 from tqdm import tqdm
 
 from data import (
-    HELD_OUT,
-    SPLITS,
-    TASK_TYPES,
-    Game,
-    find_games,
-    hold_out,
-    json_object,
-    open_file,
-    read_file,
-    shuffle_games,
-)
+    HELD_OUT, SPLITS, TASK_TYPES, Game, RunLog, SettingsError, check_swanlab, find_games, first_line, flag, hold_out,
+    json_object, open_file, read_file, require, run_with_settings, shuffle_games, stored_base, stored_path, visible,
+)  # fmt: skip
 from environment import EnvironmentSettings, WorldPool
-from protocol import ChatTokens, first_messages, load_chat_tokens
+from protocol import (
+    MERGE_IT, PEFT_PREFIX, ChatTokens, adapted_modules, check_adapter, check_fit, engine_name, first_messages,
+    load_base, load_base_config, load_chat_tokens, load_model_config, merged_linears, model_shape,
+    read_adapter_tensors, save_adapter_config, save_adapter_tensors,
+)  # fmt: skip
 from rollout import (
-    DEMO_DATA,
-    DEMO_MODEL,
-    RolloutSettings,
-    Sampler,
-    SettingsError,
-    TokenCounts,
-    check_first_prompts,
-    check_model,
-    engine_dtype,
-    flag,
-    gather_or_cancel,
-    load_model_config,
-    play_group,
-    playable_games,
-    require,
-    run_with_settings,
-)
-from train import (
-    PROBE_TOKENS,
-    WAYS_OF_SYNC,
-    RunLog,
-    SavedAdapter,
-    TrainSettings,
-    WeightSync,
-    check_adapter,
-    check_swanlab,
-    resolve_sync,
-    stored_base,
-    stored_path,
-    visible,
-)
+    DEMO_DATA, DEMO_MODEL, WAYS_OF_SYNC, RolloutSettings, Sampler, TokenCounts, WeightSync, check_first_prompts,
+    check_model, engine_dtype, gather_or_cancel, play_group, playable_games, resolve_sync,
+)  # fmt: skip
+from train import PROBE_TOKENS, TrainSettings
 
 EVALUATION_SPLITS = (*SPLITS[1:], HELD_OUT)
 
@@ -423,6 +395,59 @@ def open_working_file(output: Path, header: dict, resume: bool, overwrite: bool)
         finally:
             if not records:
                 path.unlink(missing_ok=True)
+
+
+# --- an adapter from a file -----------------------------------------------------------------------------------------
+
+
+class SavedAdapter:
+    """A saved LoRA adapter, anyone's, as `WeightSync` wants it: what peft makes of its config and its weights."""
+
+    def __init__(self, folder: Path, base_model: str, dtype: torch.dtype | None = None) -> None:
+        """dtype: of the base, which is loaded for the way `merged`. None, for the way `adapter`: it is only looked at.
+
+        SettingsError if the adapter is not the base's or has options that are not followed.
+        """
+        config, self._base_model = check_adapter(folder, base_model), base_model
+        self._tensors = read_adapter_tensors(folder)
+        base_config = load_base_config(base_model)
+        self._vision_language = base_config.get_text_config() is not base_config
+        model = load_base(base_model, dtype)[0] if dtype else model_shape(base_config.get_text_config())
+        config.init_lora_weights, config.inference_mode = True, True
+        try:
+            self._model = get_peft_model(model, config)
+        except (ValueError, TypeError, AttributeError, KeyError, re.error) as error:
+            reason = visible(first_line(error))
+            raise SettingsError(f"{folder}: peft makes no adapter of its adapter_config.json: {reason}") from error
+        check_fit(self._tensors, self._model, folder)
+        names = [name.removeprefix(PEFT_PREFIX) for name, _ in adapted_modules(self._model)]
+        for key in (*config.rank_pattern, *config.alpha_pattern):  # peft would pass over it: here it has other names
+            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
+                raise SettingsError(f"{folder}: rank_pattern or alpha_pattern names {visible(key)}, and no module with "
+                                    f"an adapter is called so in this base: {MERGE_IT}")
+        if dtype:
+            set_peft_model_state_dict(self._model, self._tensors)
+
+    def save_adapter(self, folder: Path, engine_layout: bool = False) -> None:
+        """As `Policy.save_adapter`; where ranks or scales differ by module, each is written under the full name."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rename = engine_name if engine_layout and self._vision_language else str
+        save_adapter_tensors(self._tensors, folder, rename is engine_name)
+        config = copy.copy(self._model.peft_config["default"])
+        for option, values in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            if getattr(config, option):
+                by_module = {re.escape(rename(name).removeprefix(PEFT_PREFIX)): getattr(module, values)["default"]
+                             for name, module in adapted_modules(self._model)}  # fmt: skip
+                setattr(config, option, by_module)
+        save_adapter_config(config, self._base_model, folder)
+
+    def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `Policy.merged_tensors`."""
+        return merged_linears(self._model)
+
+    def differs_from_base(self) -> bool:
+        """As `Policy.differs_from_base`."""
+        return any(tensor.any().item() for name, tensor in self._tensors.items() if "lora_B" in name)
 
 
 # --- the evaluation -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What the model reads and writes: the one tool, the prompts, the tool-call parser, the token-prefix extension.
+"""What the model reads and writes: the one tool, the prompts, the parser, the token-prefix extension; and its files.
 
 Owns the conversation format of an ALFWorld trajectory: system prompt and task, then turns of one assistant message
-and one tool result.
+and one tool result. Below that, what is read from the files of a model or a LoRA adapter, and what is refused.
 
 Invariant (the *token invariant*): the prompt of turn n+1 is the prompt of turn n, then the tokens the model really
 sampled, then the template's closing tokens (less what the completion already ended with), then the tool result's
@@ -12,14 +12,30 @@ is the one statement of it; rollout, train and the tests call that function.
 Shown by: `uv run --extra cpu pytest tests/test_protocol.py`
 """
 
+from __future__ import annotations
+
 import contextlib
+import copy
 import datetime
+import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from jinja2 import TemplateError
+
+from data import SettingsError, check_same_base, first_line, json_object, read_file, stored_base, usable_path, visible
+
+if TYPE_CHECKING:  # at run time where they are used: most that is here works without them
+    import torch
+    from peft import LoraConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
 
 TOOL_NAME = "alfworld_step"
 TOOL = {
@@ -445,3 +461,264 @@ def _without_tools(messages: list[dict], place: Literal["system", "user"]) -> li
 
 _SYSTEM, _USER = {"role": "system", "content": "You act."}, {"role": "user", "content": "Task: none"}
 _A_DAY = datetime.date(2026, 1, 1)
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def reach_hub() -> None:
+    """Whether the hub answers is asked once. If not, its client works from this machine's files, and asks no more."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # the client's library has changed before, and with it the errors
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for the engine's process
+        text = f"the hub cannot be reached ({first_line(error)}): only what this machine has of it is used"
+        print(text, file=sys.stderr, flush=True)
+
+
+def load_model_config(base_model: str):
+    """The model's (text) config. Raises SettingsError when `base_model` is no model."""
+    from transformers import AutoConfig
+
+    if not os.path.isdir(base_model):
+        reach_hub()
+    try:
+        return AutoConfig.from_pretrained(base_model, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(
+            f"--base-model {base_model!r} is no model: {first_line(error)} "
+            "(give a folder with config.json, or a Hub id that this machine has or can reach)"
+        ) from error
+
+
+def is_hybrid(base_model: str) -> bool:
+    """Whether some layers keep a recurrent state (Gated DeltaNet), as in Qwen3.5."""
+    return "linear_attention" in (getattr(load_model_config(base_model), "layer_types", None) or ())
+
+
+def load_base_config(base_model: str):
+    """The config of a checkpoint, without dropout; code from it is never run. SettingsError if it is no model."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"base model {base_model!r} is no model folder and no readable hub id: {visible(first_line(error))}"
+        ) from error
+    text_config = config.get_text_config()
+    # Layers recompute in training mode only, so dropout is removed rather than switched off by eval mode: sampler
+    # and trainer must compute the same function.
+    for name, value in vars(text_config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(text_config, name, 0.0)
+    return config
+
+
+def model_shape(config) -> torch.nn.Module:
+    """The model of a text config, built without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, bool]:
+    """Load the text model of a checkpoint, without dropout; and say whether that is a vision-language checkpoint.
+
+    ValueError where there is no readable model, and where weights are missing from the checkpoint or have another shape
+    in it: transformers would fill them with random numbers.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    config = load_base_config(base_model)
+    disable_progress_bar()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        base_model, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+        output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, by name
+    )
+    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if absent:
+        names = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
+        raise SettingsError(f"base model {base_model!r}: {len(absent)} weights are missing from the checkpoint or have "
+                         f"another shape there, and would be random: {names}; fetch or save the model again")
+    return model, config.get_text_config() is not config
+
+
+def save_model(
+    model: torch.nn.Module, base_model: str, folder: Path, tensors: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write a whole model that plays alone; `tensors` in place of its own, if given. Its tokenizer is the base's.
+
+    So is its generation config, copied as it is: transformers reads more of them than it agrees to write.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+    from transformers.utils import cached_file
+
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder, state_dict=tensors)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if found := cached_file(base_model, "generation_config.json", _raise_exceptions_for_missing_entries=False):
+        shutil.copyfile(found, folder / "generation_config.json")
+    AutoTokenizer.from_pretrained(base_model, trust_remote_code=False).save_pretrained(folder)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+#
+# An adapter means what peft computes from its weights and its config. Of peft's options those may be set that both ways
+# of weight sync follow, and those that say nothing about saved weights. All others are refused by name.
+
+PEFT_PREFIX = "base_model.model."
+_TEXT_LAYERS = f"{PEFT_PREFIX}model.layers."
+_ENGINE_LAYERS = f"{PEFT_PREFIX}model.language_model.layers."
+_PART_OF_ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.)")
+SCALE_OPTIONS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+MODULE_OPTIONS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+HARMLESS_OPTIONS = (  # notes, what is for training only, and details of an option that must be off
+    "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout",
+    "runtime_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size",
+)  # fmt: skip
+HARMLESS_VALUES = {  # beside peft's default; the other initialisations change the base as well
+    "task_type": ("CAUSAL_LM",), "revision": ("main",), "init_lora_weights": (False, "gaussian", "orthogonal", "eva"),
+}  # fmt: skip
+MERGE_IT = "merge it into its base with peft (merge_and_unload), save that and the tokenizer, give it as --base-model"
+
+
+def check_options(about: dict, config: LoraConfig, folder: Path) -> None:
+    """Refuse an adapter if its config sets what would not be followed; `about` is the config as it was read."""
+    from peft import LoraConfig
+
+    known = {f.name: f.default for f in fields(LoraConfig)}
+    followed = {*SCALE_OPTIONS, *MODULE_OPTIONS, *HARMLESS_OPTIONS}
+    refused = [
+        f"{name} = {value!r}"
+        for name, default in known.items()
+        if name not in followed and ((value := getattr(config, name)) or default)
+        and value not in (default, *HARMLESS_VALUES.get(name, ()))
+    ]  # fmt: skip
+    refused += [f"{name} = {value!r}, which the installed peft does not know" for name, value in about.items()
+                if value and name not in known]  # fmt: skip
+    if refused:
+        reason = visible("; ".join(refused))
+        raise SettingsError(f"{folder} is an adapter with {reason}, which is not supported: {MERGE_IT}")
+
+
+def check_adapter(folder: Path, base_model: str) -> LoraConfig:
+    """The config of a saved adapter. SettingsError, before weights are read, if it is none that plays on this base."""
+    from peft import PeftConfig
+
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise SettingsError(f"no adapter in {folder}: {file} is missing; give a path that train.py printed")
+    path = folder / "adapter_config.json"
+    try:
+        about = json_object(read_file(path))
+        saved_base, rank, ranks = about.get("base_model_name_or_path"), about.get("r"), about.get("rank_pattern") or {}
+        if type(saved_base) is not str or not saved_base or type(rank) is not int:
+            raise ValueError(f"names no base model and rank ({repr(saved_base):.40}, {repr(rank):.40})")
+        if not all(type(value) is int and value > 0 for value in (rank, *ranks.values())):
+            raise ValueError(f"has a rank that is none ({repr(rank):.40}, {repr(ranks):.80})")
+        if about.get("peft_type") != "LORA":
+            raise ValueError(f"is of the kind {repr(about.get('peft_type')):.40}, not LORA")
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise SettingsError(f"{path} is no LoRA adapter's config: {visible(first_line(error))}") from error
+    check_same_base(saved_base, stored_base(base_model),
+                    f"{folder} is an adapter trained on another base, {visible(saved_base)}, not on {base_model}; "
+                    f"pass --base-model {visible(usable_path(saved_base))}")  # fmt: skip
+    check_options(about, config, folder)
+    return config
+
+
+def check_fit(tensors: dict[str, torch.Tensor], model: PeftModel, folder: Path) -> None:
+    """Refuse an adapter's tensors unless they are those that peft has in `model`, by name and shape."""
+    import torch
+    from peft import get_peft_model_state_dict
+
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    for name, module in adapted_modules(model):
+        if module is model.get_output_embeddings() or not isinstance(module.get_base_layer(), torch.nn.Linear):
+            raise SettingsError(f"{folder} adapts {name}; supported are linears of the decoder's layers: {MERGE_IT}")
+    for name in sorted(tensors.keys() & own.keys()):
+        if tensors[name].shape != own[name].shape:
+            raise SettingsError(f"{folder} is an adapter trained on another base: {name} has shape "
+                                f"{tuple(tensors[name].shape)}, not {tuple(own[name].shape)}")
+    unmatched = {"have no place in this base": sorted(tensors.keys() - own.keys()),
+                 "are missing": sorted(own.keys() - tensors.keys())}  # fmt: skip
+    found = [f"{len(names)} weights {what}, as {visible(names[0])}" for what, names in unmatched.items() if names]
+    if found:
+        raise SettingsError(f"{folder}: by its config {' and '.join(found)}: it is damaged, or of another base")
+
+
+def save_adapter_tensors(tensors: dict[str, torch.Tensor], folder: Path, engine_layout: bool) -> None:
+    from safetensors.torch import save_file
+
+    if engine_layout:
+        tensors = {engine_name(name): value for name, value in tensors.items()}
+    tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def engine_name(name: str) -> str:
+    """What vLLM calls a weight of a base that is stored as a vision-language model."""
+    return name.replace(_TEXT_LAYERS, _ENGINE_LAYERS)
+
+
+def save_adapter_config(config: LoraConfig, base_model: str, folder: Path) -> None:
+    config = copy.copy(config)
+    config.base_model_name_or_path = stored_base(base_model)
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # whose order would change from run to run
+    config.save_pretrained(str(folder))
+
+
+def read_adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except SafetensorError as error:
+        raise SettingsError(
+            f"{folder / 'adapter_model.safetensors'} is damaged: {visible(error)}; take another checkpoint"
+        ) from error
+    return {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): tensor for name, tensor in tensors.items()}
+
+
+def adapted_modules(model: torch.nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Modules with an adapter, by peft's name."""
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def merged_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, fp32 tensor) of every linear of the layers, with what peft adds to it summed in fp32.
+
+    Also of those without an adapter, and biases: vLLM makes one of several (q, k, v), and of one that it loads again,
+    whatever it is not given is left without a value.
+    """
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        adapted = isinstance(module, LoraLayer)
+        linear = module.get_base_layer() if adapted else module
+        of_layers = isinstance(linear, torch.nn.Linear) and module is not model.get_output_embeddings()
+        if not of_layers or _PART_OF_ADAPTED.search(name):
+            continue
+        name = name.removeprefix(PEFT_PREFIX)
+        weight = linear.weight.detach().float()
+        yield f"{name}.weight", weight + module.get_delta_weight("default").detach() if adapted else weight
+        if linear.bias is not None:
+            yield f"{name}.bias", linear.bias.detach().float()

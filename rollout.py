@@ -1,4 +1,4 @@
-"""Playing trajectories: the sampler (vLLM), the agent's state machine, the reward, the trajectory records.
+"""Playing trajectories: the sampler (vLLM) and its weights, the agent's state machine, the reward, the records.
 
 Owns everything between a game and a finished `Trajectory`: train.py and eval.py both sample through `play_group`.
 A trajectory holds each of its tokens once, in one append-only list; every prompt is a prefix of that list (the token
@@ -11,12 +11,11 @@ update, game, turn, branch).
 Run by: `uv run python train.py` and `uv run python eval.py`
 """
 
-import argparse
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import dataclasses
-import errno
-import functools
 import hashlib
 import importlib.util
 import json
@@ -33,14 +32,21 @@ import tempfile
 import time
 import typing
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
-from data import Game, batch_of_games, told_by_kind, write_any_text
+from data import Game, SettingsError, batch_of_games, first_line, flag, require, told_by_kind
 from environment import GameError, Group, WorldPool, WorldState
-from protocol import ChatTokens, Status, check_prefix_extension, first_messages, parse_tool_call, tool_result
+from protocol import (
+    ChatTokens, Status, check_prefix_extension, first_messages, is_hybrid, load_model_config, parse_tool_call,
+    tool_result,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    import torch
 
 INVALID_ACTION_PENALTY = 0.1
 MAX_GROUP_SIZE = 256  # branches share the low 8 bits of a seed
@@ -52,27 +58,11 @@ for _name in ("vllm.triton_utils.importing", "torch.utils.cpp_extension"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
-class SettingsError(ValueError):
-    """A setting that cannot be; the message names the flag, the value and what to type instead."""
-
-
 class RolloutError(RuntimeError):
     """The sampler died, or answered something no trajectory can be built from."""
 
 
-class Stopped(Exception):
-    """SIGTERM or Ctrl-C ended the run, which has cleaned up after itself."""
-
-
 # --- settings and flags ---------------------------------------------------------------------------------------------
-
-
-def flag(default, help: str, fixed: bool = True, **how):
-    """A settings field with its one line of help.
-
-    A resumed run must keep what is `fixed`, which is all that decides a result. `how` goes to argparse.
-    """
-    return field(default=default, metadata={"help": help, "fixed": fixed, "how": how})
 
 
 @dataclass(frozen=True)
@@ -108,143 +98,6 @@ class RolloutSettings:
         require(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16")
         require(0 <= self.engine_memory_share < 1, "engine_memory_share", self.engine_memory_share, "between 0 and 1")
         require(self.engine_cache_gb > 0, "engine_cache_gb", self.engine_cache_gb, "above 0")
-
-
-def require(condition: bool, name: str, value, needed: str) -> None:
-    """Raise SettingsError, in terms of the flag, unless `condition` holds."""
-    if not condition:
-        raise SettingsError(f"--{name.replace('_', '-')} is {repr(value):.80}; it must be {needed}")
-
-
-def add_flags(parser: argparse.ArgumentParser, recipe: dict, *settings_classes: type) -> None:
-    """One flag a settings field; absent flags stay absent, so that a preset can fill them (see `build_settings`)."""
-    for settings_class in settings_classes:
-        group = parser.add_argument_group(settings_class.__doc__.splitlines()[0].split(";")[0].rstrip("."))
-        hints = typing.get_type_hints(settings_class)
-        for f in dataclasses.fields(settings_class):
-            kind = next(t for t in (*typing.get_args(hints[f.name]), hints[f.name]) if t is not type(None))
-            how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            how |= f.metadata.get("how", {})
-            text = f"{f.metadata['help']} (default: {recipe.get(f.name, f.default)})".replace("%", "%%")
-            group.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, help=text, **how)
-
-
-def build_settings(args: argparse.Namespace, preset: dict, *settings_classes: type) -> list:
-    """Settings objects from given flags, else the preset, else the fields' defaults."""
-    given = vars(args)
-    return [
-        cls(**{f.name: s[f.name] for f in dataclasses.fields(cls) for s in (preset, given) if f.name in s})
-        for cls in settings_classes
-    ]
-
-
-def run_with_settings(
-    parser: argparse.ArgumentParser, presets: dict[str, dict], run: Callable[..., Awaitable], *settings_classes: type,
-    saved: Callable[[argparse.Namespace], dict] | None = None,
-) -> None:  # fmt: skip
-    """The command line of train.py and eval.py: flags to settings, then `run(*settings)`; known errors end in one line.
-
-    A preset only sets defaults: flags that are given win. `saved` has the settings of the run that is to go on, if one
-    is (else nothing); they take the preset's place.
-    """
-    add_flags(parser, presets["recipe"], *settings_classes)
-    parser.add_argument(
-        "--preset",
-        choices=presets,
-        help="defaults: recipe (the published settings, for a GPU) or demo (a small model and the starter games, for a CPU)",
-    )
-    write_any_text()
-    args = parser.parse_args()
-    try:
-        try:
-            defaults = saved(args) if saved else {}
-            settings = build_settings(args, defaults or presets[args.preset or "recipe"], *settings_classes)
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
-        if args.preset is None and not hasattr(args, "base_model") and not hasattr(args, "plan") and not defaults:
-            import torch
-
-            if not torch.cuda.is_available():
-                raise SettingsError(
-                    f"no CUDA device was found, and {RolloutSettings.base_model} needs one. On this machine: --preset demo "
-                    "(a small model and the starter games), or --base-model with a model that a CPU can run. On a "
-                    "machine with a GPU: uv sync --extra gpu"
-                )
-        asyncio.run(stoppable(run(*settings)))
-    except Stopped as stopped:
-        sys.exit(128 + stopped.args[0])
-    except KeyboardInterrupt:  # before the loop has begun, or after it
-        sys.exit(128 + signal.SIGINT)
-    except Exception as error:
-        reason = explain(error)
-        if reason is None:
-            raise
-        sys.exit(f"error: {reason}")
-
-
-PROJECT_MODULES = ("__main__", "data", "protocol", "environment", "rollout", "train", "eval")
-
-
-def explain(error: Exception) -> str | None:
-    """Cause and remedy in one line; None for what is no more than a defect and keeps its traceback."""
-    text = first_line(error)
-    if type(error).__module__ in PROJECT_MODULES or isinstance(error, FloatingPointError):
-        return str(error)
-    full = os.strerror(errno.ENOSPC) in text  # safetensors has it in its words only
-    if full or isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full ({text}): make room, or choose another --runs-dir; what was saved before is intact"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return f"not allowed to write ({text}): choose another folder; what was saved before is intact"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
-        return (
-            f"out of memory ({text}): lower --head-chunk, --max-trajectory-tokens, --engine-memory-share (GPU) or "
-            "--engine-cache-gb (CPU); what was saved before is intact"
-        )
-    return None
-
-
-def first_line(error: Exception) -> str:
-    """Kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
-
-
-async def stoppable(work: Awaitable) -> None:
-    """Await `work`. SIGTERM or Ctrl-C cancels it, so that it can save and clean up; a second one ends the process at once.
-
-    Whatever ends this process, its children notice and end too. Raises Stopped with the signal's number.
-    """
-    loop, task, received = asyncio.get_running_loop(), asyncio.current_task(), []
-
-    def stop(number: int) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
-        name = signal.Signals(number).name
-        print(f"\n{name}: saving and closing; a second one stops at once", file=sys.stderr, flush=True)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        raise Stopped(received[0]) from None
-
-
-async def uninterrupted(work: Awaitable, meanwhile: Iterable[asyncio.Task] = ()):
-    """Await `work` to its end; a cancellation that comes first ends what goes on `meanwhile` and is raised after that."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        for other in list(meanwhile):
-            other.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled() and task.exception():
-            raise task.exception() from None
-        raise
 
 
 # --- pure functions -------------------------------------------------------------------------------------------------
@@ -802,43 +655,6 @@ def engine_dtype(settings: RolloutSettings) -> str:
     return "bfloat16" if torch.cuda.is_available() or is_hybrid(settings.base_model) else "float32"
 
 
-@functools.cache
-def reach_hub() -> None:
-    """Whether the hub answers is asked once. If not, its client works from this machine's files, and asks no more."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception as error:  # the client's library has changed before, and with it the errors
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for the engine's process
-        text = f"the hub cannot be reached ({first_line(error)}): only what this machine has of it is used"
-        print(text, file=sys.stderr, flush=True)
-
-
-def load_model_config(base_model: str):
-    """The model's (text) config. Raises SettingsError when `base_model` is no model."""
-    from transformers import AutoConfig
-
-    if not os.path.isdir(base_model):
-        reach_hub()
-    try:
-        return AutoConfig.from_pretrained(base_model, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(
-            f"--base-model {base_model!r} is no model: {first_line(error)} "
-            "(give a folder with config.json, or a Hub id that this machine has or can reach)"
-        ) from error
-
-
-def is_hybrid(base_model: str) -> bool:
-    """Whether some layers keep a recurrent state (Gated DeltaNet), as in Qwen3.5."""
-    return "linear_attention" in (getattr(load_model_config(base_model), "layer_types", None) or ())
-
-
 def check_model(settings: RolloutSettings) -> None:
     """Refuse what can be refused without loading weights: no model, too short a context, no way to run it here."""
     config = load_model_config(settings.base_model)
@@ -850,6 +666,105 @@ def check_model(settings: RolloutSettings) -> None:
         )
     if is_hybrid(settings.base_model) and engine_dtype(settings) != "bfloat16":
         raise SettingsError(f"--dtype is {settings.dtype!r}; {settings.base_model!r} runs in bfloat16 only")
+
+
+# --- weight sync ----------------------------------------------------------------------------------------------------
+
+
+class WeightsDidNotArrive(RuntimeError):
+    """The engine samples with other weights than the trainer sent it."""
+
+
+WAYS_OF_SYNC = ("auto", "adapter", "merged")
+
+
+def resolve_sync(way: str, engine_dtype: str, lora_rank: int = 1) -> str:
+    """The way of weight sync that `auto` stands for: merged without adapter and where sums are kept in fp32."""
+    return way if way != "auto" else "merged" if engine_dtype == "float32" or not lora_rank else "adapter"
+
+
+class Weights(typing.Protocol):
+    """What can be sent to an engine."""
+
+    def save_adapter(self, folder: Path, engine_layout: bool) -> None: ...
+    def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class WeightSync:
+    """Brings weights to the engine, and proves that they arrived.
+
+    Two ways. `adapter`: the LoRA adapter is written and hot-loaded under a new name, path and id each time (the engine
+    takes a known id, and its prefix cache a known name, for the weights it already has). `merged`: base + LoRA of every
+    adapted linear, summed in fp32, is written and loaded over the engine's weights in place; the prefix cache is dropped.
+    `merged` is fast on a CPU, where LoRA requests are slow; but in bf16 it rounds small updates away, hence auto.
+    """
+
+    def __init__(
+        self, policy: Weights, sampler: Sampler, way: str, engine_dtype: str, folder: Path | None = None
+    ) -> None:
+        """Weights pass through `folder`, which is emptied and goes away in the end; a temporary one if None."""
+        self._policy = policy
+        self._sampler = sampler
+        self._way = way
+        self._dtype = engine_dtype
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="sampler-weights-"))
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed run has left
+        folder.mkdir()
+        self._root = folder
+        self._adapter: Path | None = None
+
+    async def push(self, version: int, probe: Sequence[int] | None = None, large: bool = False) -> None:
+        """Sample with the policy's present weights from now on; `version` must not have been used before.
+
+        With `probe` (token ids) the engine scores it before and after: new weights must change the scores. A large change
+        must do so by more than a repetition does (nothing on a CPU); of a step of the recipe that can't be asked, as
+        vLLM's LoRA kernels on a GPU add up in an order of their own each time, and in bf16 both may be as large.
+        Raises WeightsDidNotArrive if they do not.
+        """
+        before = [await self._scores(probe) for _ in range(2 if large else 1)] if probe is not None else []
+        folder = self._root / f"update-{version}"
+        if self._way == "adapter":
+            self._policy.save_adapter(folder, engine_layout=True)
+            await self._sampler.use_adapter(folder, version)
+            if self._adapter is not None:
+                shutil.rmtree(self._adapter)
+            self._adapter = folder
+        else:
+            import torch
+            from safetensors.torch import save_file
+
+            folder.mkdir()
+            dtype = getattr(torch, self._dtype)
+            tensors = {name: tensor.to(dtype).cpu() for name, tensor in self._policy.merged_tensors()}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            await self._sampler.reload(folder, version)
+            shutil.rmtree(folder)
+        if before:
+            after = await self._scores(probe)
+            if not all(math.isfinite(score) for scores in after for score in scores):
+                raise FloatingPointError(
+                    f"the engine scores text as no number with weights {folder.name}, so they ran away: what was saved before "
+                    "is intact; go on from there with a lower --learning-rate in a new run"
+                )
+            moved, noise = min(map(_largest_gap, after, before[0])), max(map(_largest_gap, before[0], before[-1]))
+            if not moved > noise:
+                raise WeightsDidNotArrive(
+                    f"the engine scores text as before weights {folder.name} were sent to it (--weight-sync {self._way}, "
+                    f"torch.{self._dtype}; change {moved:.3g}, repetition {noise:.3g}): they did not reach it. "
+                    f"Try --weight-sync {'adapter' if self._way == 'merged' else 'merged'}"
+                )
+
+    async def _scores(self, probe: Sequence[int]) -> list[list[float]]:
+        """By engine: each must have the weights."""
+        return [await self._sampler.score(probe, rank) for rank in range(self._sampler.ranks)]
+
+    def close(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def _largest_gap(scores: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(score - other) for score, other in zip(scores, others, strict=True))
 
 
 # --- playing --------------------------------------------------------------------------------------------------------

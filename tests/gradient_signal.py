@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from advantages import SignalSettings, credit, episode_of, training_data
 from data import batch_of_games, find_games, shuffle_games
 from environment import EnvironmentSettings, WorldPool
 from protocol import load_chat_tokens
 from rollout import DEMO_MODEL, RolloutSettings, Sampler, gather_or_cancel, play_group
+from advantages import SignalSettings, credit, episode_of, training_data
 from train import Policy
 
 GAMES, GROUP, FIRST = 8, 8, 300  # the recipe's batch; the first update of a run that would see these games

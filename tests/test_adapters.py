@@ -11,13 +11,12 @@ from small_policies import BASES, SHAPE, make_policy, random_datum, randomise, s
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5ForConditionalGeneration
 
 import eval as evaluation
+from data import SettingsError
+from protocol import HARMLESS_OPTIONS, HARMLESS_VALUES, MODULE_OPTIONS, SCALE_OPTIONS, check_adapter, load_chat_tokens
+from rollout import RolloutSettings, Sampler, WeightSync
 from advantages import SignalSettings
-from protocol import load_chat_tokens
-from rollout import RolloutSettings, Sampler, SettingsError
-from train import (
-    HARMLESS_OPTIONS, HARMLESS_VALUES, MODULE_OPTIONS, SCALE_OPTIONS, Policy, SavedAdapter, WeightSync, check_adapter,
-    mean_gap,
-)
+from train import Policy, mean_gap
+from eval import SavedAdapter
 
 
 @pytest.fixture(scope="module")

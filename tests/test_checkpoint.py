@@ -11,18 +11,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import data
 import train
-from advantages import SignalSettings, make_datum
+from data import CheckpointError, Progress, SettingsError, build_settings, explain, read_checkpoint, usable_path
 from environment import EnvironmentSettings
-from rollout import RolloutSettings, SettingsError, build_settings, explain
+from rollout import RolloutSettings
+from advantages import SignalSettings, make_datum
 from train import (
-    CheckpointError, Policy, Progress, TrainSettings, begin, check_resumable, find_run, make_run_dir,
-    read_checkpoint, resumed_settings, save_checkpoint, usable_path,
+    Policy, TrainSettings, begin, check_resumable, find_run, make_run_dir, resumed_settings, save_checkpoint,
 )  # fmt: skip
 
 WIDE = SignalSettings(ppo_clip_low=0.5, ppo_clip_high=100.0)
@@ -168,7 +170,8 @@ def test_a_save_cut_short_anywhere_leaves_the_one_before(saved, run_dir, make, m
         return call
 
     monkeypatch.setattr(os, "fsync", failing(os.fsync))
-    monkeypatch.setattr(train, "save_file", failing(train.save_file))
+    for module in (train, safetensors.torch):  # where it is imported, and where it is imported from later
+        monkeypatch.setattr(module, "save_file", failing(safetensors.torch.save_file))
     for name in ("rename", "replace", "symlink_to", "mkdir", "write_text"):
         monkeypatch.setattr(Path, name, failing(getattr(Path, name)))
     while True:
@@ -231,8 +234,8 @@ def test_damage_in_any_file_is_named_and_the_one_before_offered(saved, tmp_path)
 
 def seal(folder):
     """Right checksums for whatever is in the folder: only what is inside can then give it away."""
-    files = [path for path in files_of(folder) if path.name != train.CHECKSUMS]
-    (folder / train.CHECKSUMS).write_text("".join(f"{train._sha256(folder / path)}  {path}\n" for path in files))
+    files = [path for path in files_of(folder) if path.name != data.CHECKSUMS]
+    (folder / data.CHECKSUMS).write_text("".join(f"{data.sha256_of(folder / path)}  {path}\n" for path in files))
 
 
 class Evil:
@@ -261,14 +264,14 @@ def test_an_adam_state_of_other_weights_is_refused(saved, make, run_dir):
     other = make(8)
     learn(other, 1)
     folder = save_checkpoint(run_dir, other, replace(PROGRESS, update=9), keep=0)
-    shutil.copy(folder / "state" / train.ADAM, saved[0] / "update-0003" / "state" / train.ADAM)
+    shutil.copy(folder / "state" / data.ADAM, saved[0] / "update-0003" / "state" / data.ADAM)
     with pytest.raises(CheckpointError, match="moments of another shape than weight 0"):
         begin(make(4), saved[0] / "update-0003")
 
 
 def test_checksums_cannot_point_outside(saved, tmp_path):
     folder = saved[0] / "update-0003"
-    with (folder / train.CHECKSUMS).open("a") as file:
+    with (folder / data.CHECKSUMS).open("a") as file:
         file.write(f"{'0' * 64}  ../../../../etc/passwd\n")
     with pytest.raises(CheckpointError, match="which is outside"):
         read_checkpoint(folder)
@@ -391,7 +394,7 @@ def test_which_run_and_checkpoint_is_meant(saved, tmp_path):
     assert find_run("auto", str(runs), "young") == (runs / "young", None)
     assert find_run(str(runs / "one"), "", "") == (runs / "one", last)
     assert find_run(str(checkpoints / "update-0001"), "", "")[1].name == "update-0001"
-    train._point_to(checkpoints / "update-0002")  # gone back to: that is where the run stands
+    data.point_to(checkpoints / "update-0002")  # gone back to: that is where the run stands
     assert find_run("auto", str(runs), "one")[1].name == "update-0002"
     (checkpoints / "latest").unlink()
     assert find_run("auto", str(runs), "one")[1] == last

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 import eval as evaluation
 import train
+from data import SettingsError
+from protocol import reach_hub
 from analysis import main as analyse
-from rollout import SettingsError, reach_hub
 
 
 def command(module, monkeypatch, capsys, *arguments):
@@ -268,7 +269,7 @@ def test_model_path_that_is_no_adapter_or_has_another_base_is_refused(small, mon
     config = {"peft_type": "LORA", "r": 8, "base_model_name_or_path": small[1]}
     (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(SettingsError, match="adapter_model.safetensors is damaged"):
-        train.SavedAdapter(tmp_path / "other", small[1])
+        evaluation.SavedAdapter(tmp_path / "other", small[1])
     assert "adapter_model.safetensors is damaged" in command(evaluation, monkeypatch, capsys, *flags, "other")
     (tmp_path / "other" / "adapter_config.json").write_text("{")
     assert "adapter_config.json" in command(evaluation, monkeypatch, capsys, *flags, "other")
@@ -280,7 +281,8 @@ def test_model_path_that_is_no_adapter_or_has_another_base_is_refused(small, mon
 def test_preset_sets_defaults_and_flags_win(monkeypatch):
     import argparse
 
-    from rollout import RolloutSettings, add_flags, build_settings
+    from data import add_flags, build_settings
+    from rollout import RolloutSettings
 
     parser = argparse.ArgumentParser()
     add_flags(parser, {}, train.TrainSettings, train.SignalSettings, RolloutSettings)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advantages import SignalSettings, Episode, credit, value_targets
+from advantages import Episode, SignalSettings, credit, value_targets
 
 # every estimator in every form, discounts and lambdas at their defaults
 FORMS = {

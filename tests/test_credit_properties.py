@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data import SettingsError
 from advantages import (
     ESTIMATORS, SignalSettings, credit, discounted_returns, generalized_advantages, group_advantages,
-)
-from rollout import SettingsError
+)  # fmt: skip
 from test_credit import FORMS, alike, batches, close, episode, episodes, flat, many
 
 WITHIN_GROUPS = [name for name in FORMS if name not in ("reinforce++", "reinforce++ baseline", "gae", "gae std")]

@@ -14,8 +14,9 @@ import pytest
 from conftest import ROOT, processes_of
 
 import rollout
+from data import SettingsError
 from protocol import load_chat_tokens
-from rollout import RolloutError, RolloutSettings, Sampler, SettingsError, play_group
+from rollout import RolloutError, RolloutSettings, Sampler, play_group
 
 # --- without the engine: processes that stand where vLLM's do --------------------------------------------------------
 

@@ -16,9 +16,9 @@ import pytest
 from conftest import ROOT, STARTER
 
 import eval as evaluation
-from data import TASK_TYPES
+from data import TASK_TYPES, SettingsError
 from environment import EnvironmentSettings
-from rollout import RolloutSettings, SettingsError, TokenCounts
+from rollout import RolloutSettings, TokenCounts
 
 GAMES = [("valid_seen", f"task/{number}") for number in range(4)] + [("valid_unseen", "task/0")]
 HEADER = {

@@ -15,9 +15,9 @@ from test_resume import assert_same_run, metrics_of
 
 import data
 import eval as evaluation
-from data import Game, batch_of_games
+from data import Game, SettingsError, batch_of_games
 from environment import EnvironmentSettings, GameError, WorldPool
-from rollout import RolloutSettings, SettingsError, games_of_update, playable_games
+from rollout import RolloutSettings, games_of_update, playable_games
 
 
 def numbered(count):

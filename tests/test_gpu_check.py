@@ -8,7 +8,8 @@ import pytest
 import torch
 from gpu_check import LiveBytes, measure, render, verdicts
 
-from train import Policy, cache_of_trajectory, cache_shape, load_base
+from protocol import load_base
+from train import Policy, cache_of_trajectory, cache_shape
 
 PLAIN = "transformers + peft, full logits"
 

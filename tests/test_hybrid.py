@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data import SettingsError
+from protocol import is_hybrid, load_chat_tokens
+from rollout import RolloutSettings, Sampler, WeightSync, WeightsDidNotArrive, check_model, engine_dtype, resolve_sync
 from advantages import make_datum
-from protocol import load_chat_tokens
-from rollout import RolloutSettings, Sampler, SettingsError, check_model, engine_dtype, is_hybrid
-from train import Policy, SavedAdapter, SharedCard, WeightsDidNotArrive, WeightSync, rehearse_adapter, resolve_sync
+from train import Policy, SharedCard, rehearse_adapter
+from eval import SavedAdapter
 
 
 @pytest.fixture(scope="module")

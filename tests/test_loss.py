@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from advantages import SignalSettings, TokenScores, make_datum, token_logprobs, token_losses, training_data
-from rollout import SettingsError
-from train import Batch, Policy, TrainSettings, horizon_at, learn, learning_rate_at, split_data
+from data import SettingsError
+from advantages import (
+    Batch, SignalSettings, TokenScores, make_datum, split_data, token_logprobs, token_losses, training_data,
+)  # fmt: skip
+from train import Policy, TrainSettings, horizon_at, learn, learning_rate_at
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 SIGNAL = SignalSettings()

@@ -13,15 +13,19 @@ import pytest
 from conftest import ROOT
 
 import eval as evaluation
+import data
 import train
-from data import find_games, shuffle_games
-from advantages import SignalSettings
+from data import (
+    Progress, SettingsError, build_settings, check_same_base, find_games, shuffle_games, stored_base, stored_path,
+    usable_path,
+)  # fmt: skip
 from environment import EnvironmentSettings
-from rollout import RolloutSettings, SettingsError, build_settings
+from rollout import RolloutSettings
+from advantages import SignalSettings
 from train import (
-    Policy, Progress, TrainSettings, check_resumable, check_same_base, find_run, make_run_dir, resumed_settings,
-    save_checkpoint, stored_base, stored_path, stored_settings, usable_path,
-)
+    Policy, TrainSettings, check_resumable, find_run, make_run_dir, resumed_settings, save_checkpoint,
+    stored_settings,
+)  # fmt: skip
 
 CLASSES = (TrainSettings, SignalSettings, RolloutSettings, EnvironmentSettings)
 
@@ -34,7 +38,7 @@ def project(tmp_path, monkeypatch):
         (folder / inside).mkdir(parents=True)
     (tmp_path / "elsewhere" / "other").mkdir(parents=True)
     (tmp_path / "elsewhere" / "link").symlink_to(folder / "models" / "base")
-    monkeypatch.setattr(train, "PROJECT", folder)
+    monkeypatch.setattr(data, "PROJECT", folder)
     monkeypatch.chdir(folder)
     return folder
 
@@ -101,7 +105,7 @@ def assert_finds_its_things(settings, project):
     assert os.path.samefile(play.base_model, project / "models" / "base")
     assert os.path.samefile(train_settings.data_root, project / "datasets" / "games")
     run_dir, _ = find_run(train_settings.resume, train_settings.runs_dir, train_settings.run_name)
-    began = Progress(0, 0, 0, "games", train.read_run_settings(run_dir), train.package_versions())
+    began = Progress(0, 0, 0, "games", data.read_run_settings(run_dir), data.package_versions())
     check_resumable(began, stored_settings(*settings), "games")
 
 
@@ -114,7 +118,7 @@ def test_a_run_is_resumed_from_any_folder(project, tmp_path, monkeypatch):
         assert_finds_its_things(again(project / "runs" / "one", base_model=str(tmp_path / "elsewhere" / "link")), project)
     other = stored_settings(*again(project / "runs" / "one", base_model=str(tmp_path / "elsewhere" / "other")))
     with pytest.raises(SettingsError, match="--base-model was 'models/base' in the run that is resumed and is now '.*other'"):
-        check_resumable(Progress(0, 0, 0, "games", train.read_run_settings(project / "runs" / "one"), {}), other, "games")
+        check_resumable(Progress(0, 0, 0, "games", data.read_run_settings(project / "runs" / "one"), {}), other, "games")
 
 
 def test_a_run_from_before_with_relative_paths_goes_on(project, tmp_path, monkeypatch):
@@ -134,7 +138,7 @@ def test_a_run_and_a_project_that_moved_go_on(project, tmp_path, monkeypatch):
     shutil.copytree(project, moved)
     shutil.move(tmp_path / "elsewhere" / "two", moved / "runs" / "one")
     shutil.rmtree(project)
-    monkeypatch.setattr(train, "PROJECT", moved)
+    monkeypatch.setattr(data, "PROJECT", moved)
     for folder in (moved, tmp_path / "elsewhere"):
         monkeypatch.chdir(folder)
         assert_finds_its_things(again(moved / "runs" / "one"), moved)

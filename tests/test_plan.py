@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 import train
-from advantages import SignalSettings, make_datum, token_logprobs
 from rollout import RolloutSettings
+from advantages import SignalSettings, make_datum, token_logprobs
 from train import (
     GIB, OUTSIDE_ENGINE_SHARE, RECIPE_SHAPE, USABLE_SHARE, Policy, TrainSettings, cache_of_trajectory, cache_shape,
     count_weights, plan_memory, plan_run, render_plan, trainer_memory,

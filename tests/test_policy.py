@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3Config
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from advantages import SignalSettings, make_datum, update_metrics
-from rollout import SettingsError
-from train import check_delta_rule, join_scores
+from data import SettingsError
+from advantages import SignalSettings, join_scores, make_datum, update_metrics
+from train import check_delta_rule
 
 SIGNAL = SignalSettings()
 

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 from test_templates import GEMMA_STYLE_TEMPLATE, LLAMA_STYLE_TEMPLATE, tokenizer_of
 
 from protocol import (
-    TOOL_NAME,
-    ChatTokens,
-    PrefixViolation,
-    TemplateMismatch,
-    check_prefix_extension,
-    first_messages,
-    parse_tool_call,
-    tool_call_text,
-    tool_result,
-)
+    TOOL_NAME, ChatTokens, PrefixViolation, TemplateMismatch, check_prefix_extension, first_messages, parse_tool_call,
+    tool_call_text, tool_result,
+)  # fmt: skip
 
 
 def json_call(action, name=TOOL_NAME):

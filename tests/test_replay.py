@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import analysis
-from data import TASK_TYPES, find_games
-from environment import TASK_PREFIX
+from data import TASK_PREFIX, TASK_TYPES, find_games
 from protocol import tool_call_text
 
 ROOT = Path(__file__).resolve().parent.parent

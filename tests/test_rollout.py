@@ -9,19 +9,12 @@ import pytest
 import analysis
 from stock_world import StockWorld
 
+from data import SettingsError
 from protocol import check_prefix_extension, tool_call_text
 from rollout import (
-    Completion,
-    RolloutError,
-    RolloutSettings,
-    SettingsError,
-    TokenCounts,
-    check_first_prompts,
-    play_group,
-    request_seed,
-    trajectory_reward,
-    write_records,
-)
+    Completion, RolloutError, RolloutSettings, TokenCounts, check_first_prompts, play_group, request_seed,
+    trajectory_reward, write_records,
+)  # fmt: skip
 
 # --- pure functions -------------------------------------------------------------------------------------------------
 

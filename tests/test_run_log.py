@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train as run_log
-from train import RunLog, RunLogError, check_swanlab
+import data as run_log
+from data import RunLog, RunLogError, check_swanlab
 
 needs_dashboard = pytest.mark.skipif(
     importlib.util.find_spec("swanboard") is None, reason="SwanLab's local mode needs swanlab[dashboard]"

@@ -9,9 +9,9 @@ from conftest import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import train
+from data import Progress, SettingsError
 from protocol import load_chat_tokens
-from rollout import SettingsError
-from train import Policy, Progress, save_checkpoint, try_saving
+from train import Policy, save_checkpoint, try_saving
 
 GENERATION = {
     "as the base's": None,

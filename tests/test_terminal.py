@@ -11,7 +11,8 @@ from conftest import ROOT
 SETTINGS = """
 import argparse, sys
 sys.path.insert(0, {root!r})
-from rollout import RolloutSettings, run_with_settings
+from data import run_with_settings
+from rollout import RolloutSettings
 
 async def say(settings):
     print(settings.base_model)

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from advantages import SignalSettings, credit, episode_of, make_datum, rollout_metrics, training_data
-from rollout import RolloutSettings, Sampler, SettingsError, gather_or_cancel, play_group
+from data import SettingsError
+from rollout import (
+    RolloutSettings, Sampler, WeightSync, WeightsDidNotArrive, gather_or_cancel, play_group, resolve_sync,
+)  # fmt: skip
+from advantages import Batch, SignalSettings, credit, episode_of, make_datum, rollout_metrics, training_data
 from train import (
-    PROBE_TOKENS, Batch, MismatchTooLarge, Policy, SharedCard, TrainSettings, WeightsDidNotArrive, WeightSync,
-    closing_lines, learn, make_run_dir, resolve_sync,
+    PROBE_TOKENS, MismatchTooLarge, Policy, SharedCard, TrainSettings, closing_lines, learn, make_run_dir,
 )  # fmt: skip
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from advantages import make_datum
-from train import deal
+from advantages import deal, make_datum
 
 SCRIPT = """
 import json, sys, torch, train

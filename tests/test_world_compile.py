@@ -40,8 +40,8 @@ def test_the_cache_is_used_and_anything_wrong_with_it_is_repaired(tmp_path, game
     with monkeypatch.context() as patched:
         patched.setattr(environment, "_versions", lambda: b"of other packages")
         assert data.saved(cache, environment._read_game(game_file)[1]) is None
-    task = environment._split_task(json.loads(game_file.read_text())["grammar"])[1]
-    rewritten(game_file, tmp_path, grammar=(task, environment.TASK_PREFIX + "do something else."))
+    task = data.split_task(json.loads(game_file.read_text())["grammar"])[1]
+    rewritten(game_file, tmp_path, grammar=(task, data.TASK_PREFIX + "do something else."))
     assert World(environment.compile_game(game_file)).task == "do something else."
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from data import Game
 from environment import World, compile_game
-from expert import Expert, Yields, kind
 from protocol import ChatTokens, first_messages, tool_call_text, tool_result
+from expert import Expert, Yields, kind
 
 
 # --- demonstrations -------------------------------------------------------------------------------------------------

@@ -34,11 +34,11 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 
-from data import DataError, Game, find_games, write_any_text  # noqa: E402
-from environment import GameError, World, compile_game  # noqa: E402
+from data import DataError, Game, find_games, write_any_text
+from environment import GameError, World, compile_game
+from protocol import ChatTokens, first_messages, parse_tool_call, tool_result
 from episodes import CALL_OPEN, LEARN, Encoded, demonstrations  # noqa: E402
 from episodes import encode_episode, load_sequences, save_sequences, survey, tokenizer_for  # noqa: E402
-from protocol import ChatTokens, first_messages, parse_tool_call, tool_result  # noqa: E402
 
 MAX_CALL_TOKENS = 32  # of a turn that the policy samples here
 ROWS = 24  # games that it plays side by side
