@@ -43,7 +43,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data import LARGEST_FILE, SPLITS, TASK_TYPES, json_object, open_file, read_file, shown, write_any_text
-from rollout import wilson_interval
+from rollout import interval_over_games, pass_at
 from advantages import group_advantages
 
 EVAL_COMMAND = "uv run python eval.py --split all   (for a checkpoint add --model-path PATH)"
@@ -63,6 +63,7 @@ TRAINING_PANELS = (  # title, metrics of metrics.jsonl, logarithmic axis
     ("Mismatch of rollout and trainer (KL, k3)", ("mismatch/k3",), True),
 )
 METER = ("eval/success", "eval/success_low", "eval/success_high")  # at some updates, with --eval-every
+TEST = ("exact McNemar test", "exact sign-flip test over games")  # with one try a game, and with several
 TRAILING_UPDATES = 10  # the bold training curves are means of this many updates
 
 # Colours of Okabe & Ito, told apart with every common kind of colour blindness; the markers differ as well.
@@ -143,6 +144,11 @@ class Evaluation:
         return f"update {self.update}" if self.update else "base"
 
     @property
+    def tries(self) -> int:
+        """Trajectories a game."""
+        return self.settings.get("trajectories_per_game", 1)
+
+    @property
     def splits(self) -> list[str]:
         return [split for split in SPLITS if select(self, split)]
 
@@ -169,12 +175,36 @@ def mcnemar_exact(b: int, c: int) -> float:
     return min(1.0, 2 * sum(math.comb(b + c, k) for k in range(min(b, c) + 1)) / 2 ** (b + c))
 
 
+def sign_flip_exact(differences: Sequence[int]) -> float:
+    """Two-sided p of the exact paired randomization test; differences: by game, in wins among equally many tries.
+
+    If neither evaluation is better, each difference is as likely with the other sign. p is the share of all choices of
+    signs whose sum is as far from zero as the one seen, or further. With one try a game that is `mcnemar_exact`.
+    Source: R. A. Fisher, The Design of Experiments (1935), section 21.
+    """
+    sizes = [abs(difference) for difference in differences if difference]
+    seen, reach = abs(sum(differences)), sum(sizes)
+    share = np.zeros(2 * reach + 1)  # of the choices, by sum from -reach to reach
+    share[reach] = 1.0
+    for size in sizes:  # no sum leaves the array, so nothing wraps around
+        share = (np.roll(share, size) + np.roll(share, -size)) / 2
+    return min(1.0, float(share[np.abs(np.arange(-reach, reach + 1)) >= seen].sum()))
+
+
+def wins_by_game(outcomes: Sequence[Outcome]) -> Counter:
+    wins = Counter()
+    for outcome in outcomes:
+        wins[outcome.game] += outcome.won
+    return wins
+
+
 def paired(first: Sequence[Outcome], second: Sequence[Outcome]) -> tuple[int, int, float]:
-    """b, c and p of `mcnemar_exact` for two evaluations of the same games."""
-    won_first = {outcome.game: outcome.won for outcome in first}
-    b = sum(won_first[outcome.game] and not outcome.won for outcome in second)
-    c = sum(outcome.won and not won_first[outcome.game] for outcome in second)
-    return b, c, mcnemar_exact(b, c)
+    """How many games the first and the second of two evaluations of the same games won more often, and p of that."""
+    ours, theirs = wins_by_game(first), wins_by_game(second)
+    differences = [theirs[game] - ours[game] for game in theirs]
+    b, c = sum(value < 0 for value in differences), sum(value > 0 for value in differences)
+    once = len(second) == len(theirs)
+    return b, c, mcnemar_exact(b, c) if once else sign_flip_exact(differences)
 
 
 def select(evaluation: Evaluation, split: str = "all", task_type: str | None = None) -> list[Outcome]:
@@ -183,9 +213,14 @@ def select(evaluation: Evaluation, split: str = "all", task_type: str | None = N
 
 
 def success(outcomes: Sequence[Outcome]) -> tuple[float, float, float]:
-    """Share of games won in [0, 1], low and high end of its interval."""
-    wins = sum(outcome.won for outcome in outcomes)
-    return wins / len(outcomes), *wilson_interval(wins, len(outcomes))
+    """Share of trajectories won in [0, 1], low and high end of its interval over games."""
+    wins = wins_by_game(outcomes)
+    return wins.total() / len(outcomes), *interval_over_games(list(wins.values()), len(outcomes) // len(wins))
+
+
+def won_once(evaluation: Evaluation, split: str = "all") -> float:
+    """Share of games that were won in one of their tries at least (pass@K)."""
+    return pass_at(evaluation.tries, list(wins_by_game(select(evaluation, split)).values()), evaluation.tries)
 
 
 def mean(outcomes: Sequence[Outcome], name: str) -> float:
@@ -262,7 +297,7 @@ def check_fields(where: str, record: dict, checks: dict) -> None:
 def read_evaluation(path: Path) -> Evaluation:
     """One evaluation file, every line checked, its summary recomputed; AnalysisError says what is wrong where."""
     outcomes: list[Outcome] = []
-    first_line: dict[tuple[str, str], int] = {}
+    first_line: dict[tuple[str, str, int], int] = {}
     summary, where = None, f"{path}:1"
     for number, record in read_records(path):
         where = f"{path}:{number}"
@@ -273,7 +308,8 @@ def read_evaluation(path: Path) -> Evaluation:
             continue
         check_fields(where, record, OUTCOME_CHECKS)
         outcome = Outcome(**{name: record[name] for name in OUTCOME_CHECKS})
-        earlier = first_line.setdefault((outcome.split, outcome.game_id), number)
+        branch = record.get("branch", 0)
+        earlier = first_line.setdefault((outcome.split, outcome.game_id, branch if is_count(branch) else 0), number)
         if earlier != number:
             raise AnalysisError(f"{where}: {outcome.split} game {outcome.game_id} again (first on line {earlier})")
         outcomes.append(outcome)
@@ -290,6 +326,11 @@ def read_evaluation(path: Path) -> Evaluation:
         if not name[:60].isprintable() or isinstance(value, list | dict):
             raise AnalysisError(f"{where}: the summary's setting {brief(name)} is {brief(value)}: not eval.py's")
     evaluation = Evaluation(path, base_model, update, settings, tuple(outcomes))
+    if not is_count(evaluation.tries) or not evaluation.tries:
+        raise AnalysisError(f"{where}: the summary's trajectories_per_game is {brief(evaluation.tries)}, not a number of tries")
+    for (split, game_id, _), count in Counter(outcome.game for outcome in outcomes).items():
+        if count != evaluation.tries:
+            raise AnalysisError(f"{where}: {split} game {game_id} has {count} trajectories, not {brief(evaluation.tries)}")
     fault = contradiction(summarise(evaluation), summary.get("splits"))
     if fault:
         raise AnalysisError(f"{where}: summary and trajectories disagree: {fault}")
@@ -302,10 +343,12 @@ def summarise(evaluation: Evaluation) -> dict:
     for split in [*evaluation.splits, "all"]:
         outcomes = select(evaluation, split)
         by_type = {kind: select(evaluation, split, kind) for kind in TASK_TYPES}
-        found[split] = {"games": len(outcomes), "success": success(outcomes)[0]}
+        found[split] = {"games": len(outcomes) // evaluation.tries, "success": success(outcomes)[0]}
+        if evaluation.tries > 1:
+            found[split]["pass_at"] = {str(evaluation.tries): won_once(evaluation, split)}
         found[split] |= {name: mean(outcomes, name) for name in ("reward", "steps", "invalid_actions")}
         found[split]["success_by_task_type"] = {
-            kind: {"games": len(some), "success": success(some)[0]} for kind, some in by_type.items() if some}
+            kind: {"games": len(some) // evaluation.tries, "success": success(some)[0]} for kind, some in by_type.items() if some}
     return found
 
 
@@ -391,20 +434,24 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     base, *later = evaluations
     splits = base.splits + ["all"] * (len(base.splits) > 1)
     row = "{:<12} {:<12} {:>4}".format
-    lines = [row("checkpoint", "split", "n") + "   success [95 % interval]   reward  invalid  steps"]
+    several = base.tries > 1
+    lines = [row("checkpoint", "split", "n") + "   success [95 % interval]   reward  invalid  steps"
+             + f"  won once in {base.tries}" * several]  # fmt: skip
     for evaluation, split in product(evaluations, splits):
         games = select(evaluation, split)
         share, low, high = success(games)
         reward, invalid, steps = (mean(games, name) for name in ("reward", "invalid_actions", "steps"))
-        lines.append(row(evaluation.label, split, len(games)) + f" {share:>9.2%} [{low:6.1%}, {high:6.1%}] "
-                     f"{reward:>8.4f} {invalid:>8.2f} {steps:>6.2f}")
+        lines.append(row(evaluation.label, split, len(games) // base.tries) + f" {share:>9.2%} [{low:6.1%}, {high:6.1%}] "
+                     f"{reward:>8.4f} {invalid:>8.2f} {steps:>6.2f}"
+                     + (f"  {won_once(evaluation, split):>14.2%}" if several else ""))  # fmt: skip
     if later:
-        lines += ["", f"Exact McNemar test: games won only by {base.label} (b), only by the checkpoint (c)",
+        lines += ["", f"By {TEST[several]}: games won {('only', 'more often')[several]} by {base.label} (b), "
+                  f"{('only', 'more often')[several]} by the checkpoint (c)",
                   row("checkpoint", "split", "n") + "    b    c        p"]
     for evaluation, split in product(later, splits):
         games = select(evaluation, split)
         b, c, p = paired(select(base, split), games)
-        lines.append(row(evaluation.label, split, len(games)) + f" {b:>4} {c:>4} {p:>8.2g}")
+        lines.append(row(evaluation.label, split, len(games) // base.tries) + f" {b:>4} {c:>4} {p:>8.2g}")
     return "\n".join(lines)
 
 
@@ -452,15 +499,17 @@ def draw_checkpoints(evaluations: Sequence[Evaluation]) -> Figure:
         shift = 0.012 * span * (2 * index - len(base.splits) + 1)  # so that the intervals stand side by side
         groups = [select(evaluation, split) for evaluation in evaluations]
         draw_success(by_split, [update + shift for update in updates], groups, color=colour, marker=marker,
-                     label=f"{split} (n = {len(groups[0])})")
+                     label=f"{split} (n = {len(groups[0]) // base.tries})")
     by_split.set_title("Success by split")
     by_split.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=len(base.splits))
     zoom_percent(by_split, [select(evaluation, split) for evaluation in evaluations for split in base.splits])
 
     groups = [select(evaluation) for evaluation in evaluations]
     draw_success(overall, updates, groups, color=GREY, marker="o")
-    overall.set_title(f"Success, all games (n = {len(base.outcomes)})")
+    overall.set_title(f"Success, all games (n = {len(base.games)})")
     zoom_percent(overall, groups)
+    if base.tries > 1:
+        draw_won_once(overall, evaluations)
     for update, games in zip(updates[1:], groups[1:], strict=True):
         if update in spread(updates, span / 5):
             p, high = paired(groups[0], games)[2], success(games)[2]
@@ -478,16 +527,35 @@ def draw_checkpoints(evaluations: Sequence[Evaluation]) -> Figure:
         axes.set_xlim(updates[0] - margin, updates[-1] + margin)
     for axes in (by_split, invalid):
         axes.set_xlabel("update")
-    test = f" p: exact McNemar test against {base.label}, same games." if len(updates) > 1 else ""
-    caption(figure, f"{base.base_model[-80:]}. Bars: Wilson 95 % intervals.{test}")
+    test = f" p: {TEST[base.tries > 1]} against {base.label}, same games." if len(updates) > 1 else ""
+    caption(figure, f"{base.base_model[-80:]}. {bars(base)}{test}")
     return figure
+
+
+def draw_won_once(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
+    """By update the share of games that were won at least once."""
+    tries = evaluations[0].tries
+    shares = [100 * won_once(evaluation) for evaluation in evaluations]
+    axes.plot([evaluation.update for evaluation in evaluations], shares, color=GREEN, marker="^", linestyle="--",
+              label=f"won once in {tries} at least")  # fmt: skip
+    axes.lines[0].set_label(f"mean of {tries} tries")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, max(high, min(104, max(shares) + 6)))
+    axes.set_yticks(range(0, 101, 20))
+    axes.legend(loc="best")
+
+
+def bars(evaluation: Evaluation) -> str:
+    """What the bars of a figure are."""
+    of = f" over games, {evaluation.tries} trajectories each" if evaluation.tries > 1 else ""
+    return f"Bars: Wilson 95 % intervals{of}."
 
 
 def draw_task_types(evaluations: Sequence[Evaluation]) -> Figure:
     """Success by task type, all splits together, one point a checkpoint."""
     base = evaluations[0]
     figure, axes = plt.subplots(figsize=(10, 4.4))
-    games = {kind: len(select(base, task_type=kind)) for kind in TASK_TYPES}
+    games = {kind: len(select(base, task_type=kind)) // base.tries for kind in TASK_TYPES}
     labels = {kind: f"{TASK_LABELS[kind]}\nn = {count}" for kind, count in games.items() if count}
     for index, evaluation in enumerate(evaluations):
         shift = 0.7 / max(len(evaluations), 4) * (index - (len(evaluations) - 1) / 2)
@@ -500,7 +568,7 @@ def draw_task_types(evaluations: Sequence[Evaluation]) -> Figure:
     axes.set_xlim(-0.5, len(labels) - 0.5)
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=6)
-    caption(figure, f"{base.base_model[-80:]}. Bars: Wilson 95 % intervals.")
+    caption(figure, f"{base.base_model[-80:]}. {bars(base)}")
     return figure
 
 

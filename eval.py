@@ -18,6 +18,7 @@ import errno
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -26,6 +27,7 @@ import reprlib
 import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,8 +50,9 @@ from protocol import (
     read_adapter_tensors, save_adapter_config, save_adapter_tensors,
 )  # fmt: skip
 from rollout import (
-    DEMO_DATA, DEMO_MODEL, WAYS_OF_SYNC, RolloutSettings, Sampler, TokenCounts, WeightSync, check_first_prompts,
-    check_model, engine_dtype, gather_or_cancel, play_group, playable_games, resolve_sync,
+    DEMO_DATA, DEMO_MODEL, MAX_GROUP_SIZE, WAYS_OF_SYNC, RolloutSettings, Sampler, TokenCounts, WeightSync,
+    check_first_prompts, check_model, engine_dtype, gather_or_cancel, interval_over_games, pass_at, play_group,
+    playable_games, resolve_sync,
 )  # fmt: skip
 from train import PROBE_TOKENS, TrainSettings
 
@@ -64,7 +67,11 @@ class EvalSettings:
     split: str = flag("all", "valid_seen, valid_unseen, all (both), or held_out: what train.py --held-out-games keeps back")
     held_out_games: int = flag(100, "how many training games --split held_out has; as in train.py")
     limit_per_split: int = flag(0, "play only the first N games of each shuffled split; 0 plays all")
-    games_per_batch: int = flag(32, "games in flight at the same time")
+    trajectories_per_game: int = flag(
+        1, "trajectories a game, where one is not enough to tell (give a higher --temperature, too): the summary has their mean "
+        "success and, as pass_at, the share of games won at least once in k of them",
+    )  # fmt: skip
+    games_per_batch: int = flag(32, "games in flight at the same time, each with all its trajectories")
     model_path: str = flag("", "sampler weights that train.py saved; the base model plays if empty")
     weight_sync: str = flag("auto", "how the adapter reaches the engine: adapter, merged, or auto: merged in float32")
     output: str = flag("", "JSONL file to write; eval_results/<run name>.jsonl if empty")
@@ -81,6 +88,8 @@ class EvalSettings:
         require(self.limit_per_split >= 0, "limit_per_split", self.limit_per_split, "0 or more")
         require(self.weight_sync in WAYS_OF_SYNC, "weight_sync", self.weight_sync, " or ".join(WAYS_OF_SYNC))
         require(self.games_per_batch >= 1, "games_per_batch", self.games_per_batch, "at least 1")
+        tries = self.trajectories_per_game
+        require(1 <= tries <= MAX_GROUP_SIZE, "trajectories_per_game", tries, f"at least 1 and at most {MAX_GROUP_SIZE}")
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -103,28 +112,46 @@ DEMO_PRESET = RECIPE_PRESET | {
 }
 
 
-def summarize(records: Iterable[dict]) -> dict:
-    """Means over trajectory records: shares of trajectories, means a trajectory, shares of turns. Order-independent."""
+def summarize(records: Iterable[dict], tries: int = 1) -> dict:
+    """Means over trajectory records: shares of trajectories, means a trajectory, shares of turns. Order-independent.
+
+    With several `tries` a game also the interval of their mean success, over games, and pass@k (see `pass_at`).
+    """
     records = list(records)
-    games, turns = len(records), max(1, sum(record["steps"] for record in records))
+    played, turns = len(records), max(1, sum(record["steps"] for record in records))
 
     def total(key: str) -> float:
         return math.fsum(record[key] for record in records)
 
     by_type = {kind: [r["won"] for r in records if r["task_type"] == kind] for kind in TASK_TYPES}
+    several = {}
+    if tries > 1:
+        wins = Counter()
+        for record in records:
+            wins[record["split"], record["game_id"]] += record["won"]
+        wins = list(wins.values())
+        low, high = interval_over_games(wins, tries)
+        several = {"trajectories": played, "success_low": low, "success_high": high,
+                   "pass_at": {str(k): pass_at(k, wins, tries) for k in tries_shown(tries)}}  # fmt: skip
     return {
-        "games": games,
-        "success": total("won") / games,
-        "reward": total("reward") / games,
-        "steps": total("steps") / games,
-        "truncated": total("truncated") / games,
+        "games": played // tries,
+        "success": total("won") / played,
+        **several,
+        "reward": total("reward") / played,
+        "steps": total("steps") / played,
+        "truncated": total("truncated") / played,
         "valid_tool_calls": total("valid_tool_calls") / turns,
         "admissible_actions": total("admissible_actions") / turns,
-        "invalid_actions": total("invalid_actions") / games,
+        "invalid_actions": total("invalid_actions") / played,
         "success_by_task_type": {
-            kind: {"games": len(won), "success": sum(won) / len(won)} for kind, won in by_type.items() if won
+            kind: {"games": len(won) // tries, "success": sum(won) / len(won)} for kind, won in by_type.items() if won
         },
     }
+
+
+def tries_shown(tries: int) -> list[int]:
+    """The k of pass@k that a summary has: powers of two, and all tries."""
+    return sorted({2**power for power in range(tries.bit_length())} | {tries})
 
 
 @dataclass(frozen=True)
@@ -223,6 +250,7 @@ def make_header(settings: EvalSettings, play: RolloutSettings, model: Candidate,
         "split": settings.split,
         **{name: getattr(play, name) for name in RECORDED_SETTINGS},
         "dtype": dtype,
+        "trajectories_per_game": settings.trajectories_per_game,
         "games": {f"{game.split}/{game.game_id}": sha256_of(game.path)[:16] for game in games},
     }
 
@@ -233,6 +261,7 @@ def check_header(path: Path, found: dict, expected: dict) -> None:
         "weights": "the weights in --model-path were others",
         "games": "the games were others (--data-root, --limit-per-split)",
     }
+    found = {"trajectories_per_game": 1} | found  # a file may be older than this setting
     reasons = [
         named.get(name, f"--{name.replace('_', '-')} was {reprlib.repr(found.get(name))}, now {value!r}")
         for name, value in expected.items()
@@ -262,8 +291,8 @@ def read_line(line: bytes) -> dict:
     return record
 
 
-def is_finished_game(record: dict, games: dict) -> bool:
-    """Whether a record is a trajectory of one of `games` with all that a summary adds up."""
+def is_finished_game(record: dict, games: dict, tries: int) -> bool:
+    """Whether a record is one of `tries` trajectories of one of `games` with all that a summary adds up."""
     so_far = record.get("so_far")
     tokens = so_far.get("tokens") if isinstance(so_far, dict) else None
     if not isinstance(tokens, dict) or tokens.keys() != asdict(TokenCounts()).keys():
@@ -274,6 +303,8 @@ def is_finished_game(record: dict, games: dict) -> bool:
         and record.get("split") in EVALUATION_SPLITS
         and f"{record['split']}/{record.get('game_id')}" in games
         and record.get("task_type") in TASK_TYPES
+        and type(record.get("branch")) is int
+        and 0 <= record["branch"] < tries
         and type(record.get("won")) is type(record.get("truncated")) is bool
         and type(record.get("reward")) is float
         and math.isfinite(record["reward"])
@@ -284,29 +315,47 @@ def is_finished_game(record: dict, games: dict) -> bool:
 def read_working_file(path: Path, content: bytes, header: dict) -> tuple[list[dict], int]:
     """The finished games of a working file, and the bytes up to their end.
 
-    A last line without its end was cut short by a crash: that game is not finished. SettingsError, which names the
-    file and the line, if any other is damaged, and if the file was begun with other settings.
+    A game's trajectories stand together, in the order of their branches. Of a crash the last line may be without its
+    end, or the last game without its last lines: that game is not finished. SettingsError, which names the file and
+    the line, if any other is damaged, and if the file was begun with other settings.
     """
-    *lines, cut_short = content.split(b"\n")
-    games: dict[str, dict] = {}
+    *lines, _ = content.split(b"\n")
+    tries = header.get("trajectories_per_game", 1)
+    games: dict[str, list[dict]] = {}
+    game: list[dict] = []  # the one that is being read
+    end = 0  # of the last finished game
+    at = 0
     for number, line in enumerate(lines, 1):
+        at += len(line) + 1
         try:
             record = read_line(line)
             if (record.get("type") == "header") != (number == 1):
                 raise ValueError("is no header" if number == 1 else "is a second header")
             if number == 1:
                 check_header(path, record, header)
+                end = at
                 continue
-            if not is_finished_game(record, header["games"]):
+            if not is_finished_game(record, header["games"], tries):
                 raise ValueError("is no finished game of this evaluation")
-            if games.setdefault(f"{record['split']}/{record['game_id']}", record) is not record:
-                raise ValueError("has a game that another line has too")
+            game.append(record)
+            if key_of(record) != (*key_of(game[0])[:2], len(game) - 1):
+                raise ValueError("is not the next trajectory of the game before it")
+            if len(game) == tries:
+                if games.setdefault(f"{record['split']}/{record['game_id']}", game) is not game:
+                    raise ValueError("has a game that another line has too")
+                game, end = [], at
         except SettingsError:
             raise
         except ValueError as error:
-            remedy = "start over: --overwrite-output" if number == 1 else "remove this line and its game is played again"
+            lines_of_game = "this line" if tries == 1 else "all lines of its game"
+            remedy = "start over: --overwrite-output" if number == 1 else f"remove {lines_of_game} and its game is played again"
             raise SettingsError(f"{path}:{number}: the line is damaged: it {error}; {remedy}") from error
-    return list(games.values()), len(content) - len(cut_short)
+    return list(itertools.chain(*games.values())), end
+
+
+def key_of(record: dict) -> tuple[str, str, int]:
+    """Which trajectory of which game a record is of; their order in the finished file."""
+    return record["split"], record["game_id"], record["branch"]
 
 
 @dataclass(frozen=True)
@@ -322,18 +371,17 @@ class WorkingFile:
         """What the engines had done when the last game ended, in all parts together."""
         return self.records[-1]["so_far"] if self.records else {"tokens": asdict(TokenCounts()), "env_faults": 0}
 
-    def write(self, record: dict) -> None:
-        """Write one line, whole or not at all."""
-        line, size = make_line(record), self.file.tell()
+    def write(self, *records: dict) -> None:
+        """Write a line each, all whole or none at all."""
+        lines, size = b"".join(map(make_line, records)), self.file.tell()
         try:
-            if self.file.write(line) != len(line):
+            if self.file.write(lines) != len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.file.truncate(size)
             self.file.seek(size)
             raise cannot_write(self.path, error) from error
-        if record["type"] != "header":
-            self.records.append(record)
+        self.records.extend(record for record in records if record["type"] != "header")
 
 
 def cannot_write(path: Path, error: OSError) -> SettingsError:
@@ -370,7 +418,7 @@ def open_working_file(output: Path, header: dict, resume: bool, overwrite: bool)
         if not (path.exists() and os.path.samestat(os.stat(path), status)):
             raise SettingsError(f"another evaluation has just ended with {output}: give the command again")
         content = b"" if overwrite and not resume else file.read()
-        games = content.count(b"\n") - 1
+        games = (content.count(b"\n") - 1) // header.get("trajectories_per_game", 1)
         if content.startswith(HEADER_START) and games < 1:
             content = b""  # nothing to lose
         if content and not resume:
@@ -390,7 +438,8 @@ def open_working_file(output: Path, header: dict, resume: bool, overwrite: bool)
             yield working
         except BaseException:
             if records:
-                print(f"{path} holds {len(records)} finished games: go on with --resume-output", file=sys.stderr, flush=True)
+                games = len(records) // header.get("trajectories_per_game", 1)
+                print(f"{path} holds {games} finished games: go on with --resume-output", file=sys.stderr, flush=True)
             raise
         finally:
             if not records:
@@ -467,19 +516,19 @@ async def evaluate(settings: EvalSettings, play: RolloutSettings, worlds: Enviro
     output = Path(settings.output or f"eval_results/{model.name}.jsonl")
     header = make_header(settings, play, model, games)
     with open_working_file(output, header, settings.resume_output, settings.overwrite_output) as working:
-        finished = {(record["split"], record["game_id"]) for record in working.records}
+        finished, tries = {key_of(record)[:2] for record in working.records}, settings.trajectories_per_game
         missing = [game for game in games if (game.split, game.game_id) not in finished]
         if finished:
             print(f"Going on with {working.path}: {len(finished)} of {len(games)} games are finished", flush=True)
         if missing:
             await play_games(missing, working, model, settings, play, worlds)
         records = [{name: record[name] for name in record if name != "so_far"} for record in working.records]
-        records.sort(key=lambda record: (record["split"], record["game_id"]))
+        records.sort(key=key_of)
         by_split = {split: [r for r in records if r["split"] == split] for split in settings.splits} | {"all": records}
         about = {"name": model.name, "base_model": header["base_model"], "model_path": header["model_path"]}
-        compared = {name: header[name] for name in (*RECORDED_SETTINGS, "dtype")}
+        compared = {name: header[name] for name in (*RECORDED_SETTINGS, "dtype", *["trajectories_per_game"] * (tries > 1))}
         summary = {"type": "summary"} | about | {"update": model.update, "settings": compared} | working.so_far
-        summary["splits"] = {split: summarize(chosen) for split, chosen in by_split.items()}
+        summary["splits"] = {split: summarize(chosen, tries) for split, chosen in by_split.items()}
         if not settings.texts:
             records = [{name: record[name] for name in record if name not in TEXTS} for record in records]
         write_output(output, [*records, summary])
@@ -520,10 +569,10 @@ async def play_games(
 
             async def play_some() -> None:
                 for game in waiting:
-                    [trajectory] = await play_group(sampler, chat, pool, game, 1, 0, play)
+                    trajectories = await play_group(sampler, chat, pool, game, settings.trajectories_per_game, 0, play)
                     tokens, faults = asdict(sampler.counts.since(counted)), before["env_faults"] + pool.faults
-                    record = trajectory.record() | {"update": model.update}
-                    working.write(record | {"so_far": {"tokens": tokens, "env_faults": faults}})
+                    more = {"update": model.update, "so_far": {"tokens": tokens, "env_faults": faults}}
+                    working.write(*(trajectory.record() | more for trajectory in trajectories))
                     bar.update()
 
             await gather_or_cancel(play_some() for _ in range(settings.games_per_batch))
@@ -562,6 +611,10 @@ def report(summary: dict, settings: EvalSettings, play: RolloutSettings) -> None
     print(f"{'':14}" + "".join(f"{column:>20}" for column in columns))
     for split, means in summary["splits"].items():
         print(f"{split:14}" + "".join(f"{means[column]:>20.4g}" for column in columns))
+    for split, means in summary["splits"].items() if settings.trajectories_per_game > 1 else ():
+        several = ", ".join(f"pass@{k} {value:.1%}" for k, value in means["pass_at"].items())
+        print(f"{split}: {several}; 95 % interval of the mean success, over games: {means['success_low']:.1%} to "
+              f"{means['success_high']:.1%}")  # fmt: skip
     if settings.swanlab_mode != "disabled":
         flat = {f"{split}/{c}": means[c] for split, means in summary["splits"].items() for c in columns}
         folder = Path("runs") / f"eval-{summary['name']}"

@@ -118,7 +118,7 @@ def trajectory_reward(won: bool, invalid_actions: int) -> float:
     return float(won) - INVALID_ACTION_PENALTY * invalid_actions
 
 
-def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:
     """Score interval of a proportion: (low, high) in [0, 1]. ValueError unless 0 <= successes <= trials >= 1.
 
     All p with |s/n - p| <= z sqrt(p (1 - p) / n), where z is the two-sided normal quantile of `confidence`:
@@ -135,6 +135,33 @@ def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tu
     half = z / (trials + z * z) * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
     # At the ends one bound is the proportion itself; rounding must not push it past.
     return (0.0 if successes == 0 else centre - half), (1.0 if successes == trials else centre + half)
+
+
+def interval_over_games(wins: Sequence[int], tries: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of the mean success of games that were played `tries` times each; `wins`: how often each was won.
+
+    The tries of one game resemble each other, so games are what is counted: this is Wilson's interval for as many
+    independent trials as would give the mean the variance that it has. With G games, shares p_g of mean p:
+
+        n = p (1 - p) / (var(p_g) / G),    var(p_g) = sum_g (p_g - p)^2 / G,    n <= G * tries
+
+    With one try n = G. Without any variance n = G too, the least it can be.
+    Source: E. L. Korn and B. I. Graubard, Survey Methodology 24 (1998) 193-201, for clusters of equal size.
+    """
+    games, mean = len(wins), sum(wins) / (len(wins) * tries)
+    variance = math.fsum((won / tries - mean) ** 2 for won in wins) / games
+    trials = games if tries == 1 or not variance else min(games * tries, games * mean * (1 - mean) / variance)
+    return wilson_interval(sum(wins) if tries == 1 else mean * trials, trials, confidence)
+
+
+def pass_at(k: int, wins: Sequence[int], tries: int) -> float:
+    """Estimated share of games that are won at least once in k of `tries` tries each; `wins`: as above.
+
+    Mean over games of 1 - C(n - c, k) / C(n, k): the share of choices of k among a game's n tries that hold one of its
+    c wins, which has no bias. Source: Chen et al. 2021, arXiv 2107.03374, equation 1.
+    """
+    lost = math.fsum(math.comb(tries - won, k) / math.comb(tries, k) for won in wins)
+    return 1 - lost / len(wins)
 
 
 # --- records --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 
 import analysis
 from data import TASK_TYPES
+from rollout import wilson_interval
 
 SETTINGS = {"temperature": 0.01, "top_p": 1.0, "seed": 42, "max_episode_steps": 50}
 
@@ -64,7 +65,7 @@ def run(tmp_path: Path, *arguments: object) -> Path:
 )
 def test_wilson_interval_gives_the_published_values(successes, trials, low, high):
     # R. G. Newcombe, Statistics in Medicine 17 (1998) 857-872, table I, score method without continuity correction
-    assert analysis.wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize("trials", [1, 2, 7, 140])
@@ -82,7 +83,7 @@ def test_wilson_interval_is_where_the_score_test_stops_rejecting(trials):
 
     for successes in range(trials + 1):
         share = successes / trials
-        low, high = analysis.wilson_interval(successes, trials)
+        low, high = wilson_interval(successes, trials)
         assert 0 <= low <= share <= high <= 1
         assert low == pytest.approx(edge(share, 0.0, share) if successes else 0.0, abs=1e-9)
         assert high == pytest.approx(edge(share, 1.0, share) if successes < trials else 1.0, abs=1e-9)
@@ -91,7 +92,7 @@ def test_wilson_interval_is_where_the_score_test_stops_rejecting(trials):
 @pytest.mark.parametrize(("successes", "trials"), [(0, 0), (-1, 5), (6, 5)])
 def test_wilson_interval_refuses_what_is_no_proportion(successes, trials):
     with pytest.raises(ValueError, match=f"{successes} successes of {trials}"):
-        analysis.wilson_interval(successes, trials)
+        wilson_interval(successes, trials)
 
 
 def test_mcnemar_counts_the_outcomes_at_least_as_uneven_as_the_one_seen():
@@ -289,8 +290,8 @@ def test_checkpoint_figure_shows_n_intervals_and_the_test(tmp_path):
         "valid_seen (n = 4)", "valid_unseen (n = 4)"]
     assert [text.get_text() for text in overall.texts] == ["p = 0.07"]  # 1 against 7 of 8: 2 * 9 / 256
     segments = overall.containers[0].lines[2][0].get_segments()
-    assert segments[0][:, 1] / 100 == pytest.approx(analysis.wilson_interval(1, 8))
-    assert segments[1][:, 1] / 100 == pytest.approx(analysis.wilson_interval(7, 8))
+    assert segments[0][:, 1] / 100 == pytest.approx(wilson_interval(1, 8))
+    assert segments[1][:, 1] / 100 == pytest.approx(wilson_interval(7, 8))
     assert list(invalid.lines[0].get_xdata()) == [0, 20]
     assert all(axes.get_ylabel() for axes in figure.axes)
     figure.savefig(tmp_path / "figure.png", dpi=40)  # a dollar sign in the model's name is no formula

@@ -33,7 +33,7 @@ def record(number, **changes):
     split, game_id = GAMES[number]
     counted = {"tokens": asdict(TokenCounts(100 * (number + 1), 10, 5, 0)), "env_faults": number}
     return {
-        "type": "trajectory", "split": split, "game_id": game_id, "task_type": TASK_TYPES[number], "won": number == 1,
+        "type": "trajectory", "split": split, "game_id": game_id, "branch": 0, "task_type": TASK_TYPES[number], "won": number == 1,
         "reward": -0.1 * number, "steps": 7, "valid_tool_calls": 7, "admissible_actions": 6, "invalid_actions": 1,
         "truncated": False, "text": "caf\u00e9 \U0001f30d \ud800", "update": 0, "so_far": counted,
     } | changes  # fmt: skip
@@ -363,11 +363,11 @@ def test_an_evaluation_that_breaks_off_is_continued(run, sampler, play_settings,
     monkeypatch.setattr(evaluation.Sampler, "close", lambda sampler: None)
     write, room = evaluation.WorkingFile.write, [99]
 
-    def break_off(working, record):
+    def break_off(working, *records):
         room[0] -= 1
         if room[0] < 0:
             raise ConnectionError("power cut")
-        write(working, record)
+        write(working, *records)
 
     monkeypatch.setattr(evaluation.WorkingFile, "write", break_off)
     worlds = EnvironmentSettings(compilers=1)

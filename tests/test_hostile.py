@@ -216,7 +216,7 @@ def evaluation_lines():
         won, invalid = number % 3 == 0, number % 4
         records.append({
             "type": "trajectory", "split": ("valid_seen", "valid_unseen")[number % 2], "game_id": f"task/{number}",
-            "task_type": data.TASK_TYPES[number % 6], "won": won, "reward": won - 0.1 * invalid, "steps": 9,
+            "branch": 0, "task_type": data.TASK_TYPES[number % 6], "won": won, "reward": won - 0.1 * invalid, "steps": 9,
             "invalid_actions": invalid, "valid_tool_calls": 9 - invalid, "admissible_actions": 9 - invalid, "truncated": not won,
         })  # fmt: skip
     settings = {"temperature": 0.01, "seed": 42, "dtype": "float32"}
@@ -297,7 +297,7 @@ def test_training_log_reader(tmp_path):
 
 def test_working_file_reader(tmp_path):
     import eval as evaluation
-    from rollout import SettingsError
+    from data import SettingsError
 
     rng = random.Random(4)
     records = evaluation_lines()[:-1]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, processes_of, settings
 
-from train import CHECKSUMS, read_checkpoint
+from data import CHECKSUMS, read_checkpoint
 
 
 METER = ("--eval-every", 2, "--eval-split", "valid_seen", "--eval-games", 3)
