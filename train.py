@@ -47,7 +47,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -59,11 +59,11 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from data import (
-    ADAM, CHECKSUMS, HELD_OUT, SPLITS, CheckpointError, Game, Progress, RunLog, SettingsError, batch_of_games,
-    check_same_base, check_swanlab, checkpoint_folder, complete_checkpoints, find_games, first_line, flag, hold_out,
-    package_versions, point_to, read_checkpoint, read_progress, read_run_settings, remove_checkpoint, require,
-    run_with_settings, sha256_of, shuffle_games, stored_base, stored_path, sync_to_disk, told_by_kind, uninterrupted,
-    usable_path, visible,
+    ADAM, CHECKSUMS, HELD_OUT, SPLITS, VALUE_HEAD, CheckpointError, Game, Progress, RunLog, SettingsError,
+    batch_of_games, check_same_base, check_swanlab, checkpoint_folder, complete_checkpoints, find_games, first_line,
+    flag, hold_out, package_versions, point_to, read_checkpoint, read_progress, read_run_settings, remove_checkpoint,
+    require, run_with_settings, sha256_of, shuffle_games, stored_base, stored_path, sync_to_disk, told_by_kind,
+    uninterrupted, usable_path, visible,
 )  # fmt: skip
 from environment import EnvironmentSettings, WorldPool
 from protocol import (
@@ -77,8 +77,9 @@ from rollout import (
     gather_or_cancel, play_group, playable_games, resolve_sync, wilson_interval, write_records,
 )  # fmt: skip
 from advantages import (
-    Batch, SignalSettings, TokenScores, TrainingDatum, credit, deal, episode_of, join_scores, make_datum,
-    mismatch_metrics, rollout_metrics, split_data, token_logprobs, token_losses, training_data, update_metrics,
+    Batch, Episode, SignalSettings, TokenScores, TrainingDatum, credit, deal, discounted_returns, episode_of,
+    join_scores, make_datum, mismatch_metrics, rollout_metrics, split_data, token_logprobs, token_losses,
+    training_data, update_metrics, value_targets,
 )  # fmt: skip
 
 
@@ -146,6 +147,7 @@ class Policy:
         self._trained = False
         self.whole = True  # false if a step broke off half-way or ended in no numbers: such weights are not worth saving
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
+        self.width = self._head.weight.shape[1]  # of a hidden state
         if self.device.type == "cuda" or not has_fused_delta_rule():  # whose kernels take no tensors of a CPU
             self._check_head(model)
 
@@ -176,14 +178,24 @@ class Policy:
 
         temperature: the sampling temperature if None. entropy_counts: see token_logprobs.
         """
+        positions_A = datum.mask_T.nonzero()[:, 0]
+        hidden_AD = self._hidden(datum.tokens_T, positions_A).to(self._head.weight.dtype)
+        return token_logprobs(hidden_AD, self._head.weight, self._head.bias, datum.targets_T[positions_A].to(self.device),
+                              temperature or self.temperature, self.head_chunk, entropy_counts)
+
+    def _hidden(self, tokens_T: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        """The last hidden states [N, D] at some positions of a text."""
         autocast = not self.lora_rank and self._dtype != torch.float32
         # Each weight is used once, and a cache would hold the casts of all of them to the end of forward.
         with torch.autocast(self.device.type, self._dtype, enabled=autocast, cache_enabled=False):
-            output = self._decoder(input_ids=datum.tokens_T[None].to(self.device), use_cache=False)
-        positions_A = datum.mask_T.nonzero()[:, 0]
-        hidden_AD = output.last_hidden_state[0, positions_A.to(self.device)].to(self._head.weight.dtype)
-        return token_logprobs(hidden_AD, self._head.weight, self._head.bias, datum.targets_T[positions_A].to(self.device),
-                              temperature or self.temperature, self.head_chunk, entropy_counts)
+            output = self._decoder(input_ids=tokens_T[None].to(self.device), use_cache=False)
+        return output.last_hidden_state[0, positions_N.to(self.device)]
+
+    @torch.no_grad()
+    def hidden_before_turns(self, trajectory: Trajectory) -> torch.Tensor:
+        """For each of N turns the last hidden state that its first token was sampled from, float32 [N, D] on the CPU."""
+        positions_N = torch.tensor([turn.prompt_length - 1 for turn in trajectory.turns])
+        return self._hidden(torch.tensor(trajectory.tokens), positions_N).float().cpu()
 
     @torch.no_grad()
     def measure(self, datum: TrainingDatum, temperature: float | None = None) -> torch.Tensor:
@@ -354,6 +366,76 @@ class Policy:
         Each tensor is new: the base stays as loaded, so nothing drifts over many updates.
         """
         return merged_linears(self.model) if self.lora_rank else self.model.named_parameters()
+
+
+VALUE_STEPS = 20  # of the value head, an update
+
+
+class ValueHead:
+    """PPO's critic, for `--advantage gae`: V = w . h / |h| + b of the policy's last hidden state h where a turn begins.
+
+    h is detached, so the policy's weights learn nothing from it; with length 1 it lets a learning rate mean the same for
+    every model. V starts at 0. Weights and Adam's state are fp32 in host memory, in process 0 alone. As the states of an
+    update are computed once, and the rest is small, each update takes VALUE_STEPS steps on all of its turns.
+    Source: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), arXiv 1707.06347, without shared layers.
+    """
+
+    def __init__(self, width: int, learning_rate: float) -> None:
+        self._weights = {"weight": torch.zeros(width, requires_grad=True), "bias": torch.zeros((), requires_grad=True)}
+        self._optimizer = torch.optim.Adam(self._weights.values(), lr=learning_rate)
+        self._states_ND = torch.empty(0)
+
+    def _values(self, states_ND: torch.Tensor) -> torch.Tensor:
+        return F.normalize(states_ND, dim=1) @ self._weights["weight"] + self._weights["bias"]
+
+    @torch.no_grad()
+    def judge(self, policy: Policy, groups: list[list[Trajectory]]) -> list[list[Episode]]:
+        """The trajectories as credit sees them, with the value of every turn under the present weights."""
+        by_trajectory = [policy.hidden_before_turns(t) for group in groups for t in group if t.turns]
+        self._states_ND = torch.cat(by_trajectory) if by_trajectory else torch.empty(0, policy.width)
+        values = iter(self._values(self._states_ND).tolist())
+        return [[episode_of(t)._replace(values_N=list(itertools.islice(values, len(t.turns)))) for t in group]
+                for group in groups]  # fmt: skip
+
+    def fit(self, groups: list[list[Episode]], signal: SignalSettings) -> dict[str, float]:
+        """Learn from the update that was judged last; returns the metrics of the values that it was judged by."""
+        if not len(self._states_ND):
+            return {}
+        episodes = [episode for group in groups for episode in group]
+        targets_N = torch.tensor([target for episode in episodes for target in value_targets(episode, signal)])
+        values_N = [value for episode in episodes for value in episode.values_N]
+        returns_N = [g for episode in episodes for g in discounted_returns(episode.rewards_N, signal.discount)]
+        errors_N = [g - value for g, value in zip(returns_N, values_N, strict=True)]
+        explained = 1 - statistics.pvariance(errors_N) / max(statistics.pvariance(returns_N), 1e-12)
+        losses = []
+        for _ in range(VALUE_STEPS):
+            loss = F.mse_loss(self._values(self._states_ND), targets_N)
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            losses.append(loss.item())
+        return {"train/value_loss": losses[0], "train/value_explained_variance": explained}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and Adam's state, by name."""
+        found = {name: weight.detach() for name, weight in self._weights.items()}
+        for name, weight in self._weights.items():
+            found |= {f"{name}.{kind}": value for kind, value in self._optimizer.state.get(weight, {}).items()}
+        return found
+
+    def load(self, path: Path) -> None:
+        """Take over what `tensors` gave; CheckpointError if it is not of such a head."""
+        try:
+            saved = load_file(path)
+            for name, weight in self._weights.items():
+                if saved[name].shape != weight.shape:
+                    raise KeyError(f"{name} of another shape")
+                weight.data.copy_(saved[name])
+                state = {kind: saved.get(f"{name}.{kind}") for kind in ("step", "exp_avg", "exp_avg_sq")}
+                if None not in state.values():
+                    self._optimizer.state[weight] = state
+        except (SafetensorError, KeyError, OSError) as error:
+            raise CheckpointError(f"{path} is no state of this run's value head: {first_line(error)}") from error
 
 
 def placed_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -693,6 +775,7 @@ class TrainSettings:
     group_size: int = flag(8, "trajectories (branches) a game")
     lora_rank: int = flag(32, "rank of the LoRA adapter; 0 trains every weight")
     learning_rate: float = flag(1e-6, "Adam's learning rate")
+    value_learning_rate: float = flag(0.01, "gae: that of the value head")
     beta1: float = flag(0.9, "Adam's beta1")
     beta2: float = flag(0.95, "Adam's beta2")
     weight_decay: float = flag(0.0, "decoupled weight decay")
@@ -752,7 +835,7 @@ class TrainSettings:
                      "held_out_games", "eval_every", "eval_games"):  # fmt: skip
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require(self.max_staleness in (0, 1), "max_staleness", self.max_staleness, "0 or 1")
-        for name in ("learning_rate", "grad_clip_norm", "max_mismatch_kl"):
+        for name in ("learning_rate", "value_learning_rate", "grad_clip_norm", "max_mismatch_kl"):
             require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a number above 0")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
@@ -1308,7 +1391,9 @@ def mean_gap(scores: Sequence[float], others: Sequence[float]) -> float:
 # --- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int) -> Path:
+def save_checkpoint(
+    run_dir: Path, policy: Policy, progress: Progress, keep: int, critic: ValueHead | None = None
+) -> Path:
     """Write what goes on (`state/`) and what plays (`sampler/`); whole or not at all, whatever ends the process.
 
     Written beside, synced to disk, renamed; then the link `latest` is replaced. `keep` > 0 drops all before but the
@@ -1321,6 +1406,8 @@ def save_checkpoint(run_dir: Path, policy: Policy, progress: Progress, keep: int
     policy.save(partial / "sampler")
     (partial / "state").mkdir()
     save_file(policy.moments(), partial / "state" / ADAM)
+    if critic:
+        save_file(critic.tensors(), partial / "state" / VALUE_HEAD)
     about = json.dumps({"run": run_dir.name} | asdict(progress), indent=1) + "\n"
     for part in ("state", "sampler"):
         (partial / part / "training.json").write_text(about)
@@ -1462,6 +1549,7 @@ class Run:
     sampler: Sampler
     card: SharedCard
     policy: Policy
+    critic: ValueHead | None  # of --advantage gae
     sync: WeightSync
     progress: Progress  # after the last update
     saved: int  # updates in the last checkpoint
@@ -1521,13 +1609,19 @@ async def learn_from(
     """An update after its rollout, up to where the run could be resumed: credit, train, sync, log, save."""
     settings, policy = run.settings, run.policy
     with timed(metrics, "time/train"):
-        advantages = credit([[episode_of(trajectory) for trajectory in group] for group in groups], run.signal)
+        await run.card.to_trainer()
+        if run.critic:
+            episodes = await asyncio.to_thread(run.critic.judge, policy, groups)
+        else:
+            episodes = [[episode_of(trajectory) for trajectory in group] for group in groups]
+        advantages = credit(episodes, run.signal)
         write_records(run.folder / "rollouts" / f"update-{update:04d}.jsonl", rollout_records(run, groups, advantages))
         save_now = update == settings.max_steps or bool(settings.save_every) and update % settings.save_every == 0
         batch = Batch(training_data(groups, advantages, run.signal), update, save_now)
-        await run.card.to_trainer()
         learned = await asyncio.to_thread(lambda: learn(policy, share(batch), settings, run.signal))
         metrics |= rollout_metrics(groups, advantages) | {"tokens/trained": 0} | learned
+        if run.critic:
+            metrics |= run.critic.fit(episodes, run.signal)
     await rollouts.played()  # its trajectories keep the weights they began with
     stepped = "train/grad_norm" in metrics
     try:
@@ -1673,7 +1767,7 @@ def log_update(run: Run, update: int, metrics: dict[str, float], stepped: bool) 
 
 
 def save(run: Run) -> None:
-    folder = save_checkpoint(run.folder, run.policy, run.progress, run.settings.keep_checkpoints)
+    folder = save_checkpoint(run.folder, run.policy, run.progress, run.settings.keep_checkpoints, run.critic)
     run.saved = run.progress.update
     if best := best_checkpoint(run):
         point_to(best, "best")
@@ -1763,6 +1857,9 @@ async def start_run(
     play, sampler, card = await start_engine(settings, play, chat, way)
     stack.callback(sampler.close)
     policy = await start_policy(settings, play, card, checkpoint)
+    critic = ValueHead(policy.width, settings.value_learning_rate) if signal.advantage == "gae" else None
+    if critic and checkpoint:
+        critic.load(checkpoint / "state" / VALUE_HEAD)
     sync = WeightSync(policy, sampler, way, dtype, folder / "sampler-weights")
     stack.callback(sync.close)
     probe = (await first_prompt_of(chat, pool, first_games[0], play))[:PROBE_TOKENS]
@@ -1775,7 +1872,7 @@ async def start_run(
         await sync.push(progress.weights_version, probe if policy.differs_from_base() else None)
     await prove_agreement(policy, sampler, card, probe, settings.max_mismatch_kl)
     # Whatever checkpoints of later updates there are, the run stands where it goes on from.
-    return Run(settings, signal, play, everything, folder, games, meter, chat, pool, log, sampler, card, policy, sync, progress,
+    return Run(settings, signal, play, everything, folder, games, meter, chat, pool, log, sampler, card, policy, critic, sync, progress,
                saved=progress.update, meanwhile=set(), ended=time.monotonic())  # fmt: skip
 
 
@@ -1783,7 +1880,10 @@ def check_run(settings: TrainSettings, signal: SignalSettings, play: RolloutSett
     """Refuse what cannot be trained here; returns the games of the run in its order, and those of its meter."""
     require(bool(settings.lora_rank) or not signal.kl_coefficient, "kl_coefficient", signal.kl_coefficient,
             "0 with --lora-rank 0: the base is the model without its adapter, and there is none")  # fmt: skip
-    require(signal.advantage != "gae", "advantage", "gae", "another: the value head that it reads is not built yet")
+    require(signal.advantage != "gae" or not settings.shard_trainers, "advantage", "gae",
+            "another with --shard-trainers: the value head reads the whole model in one process")  # fmt: skip
+    require(signal.advantage == "gae" or settings.value_learning_rate == TrainSettings.value_learning_rate,
+            "value_learning_rate", settings.value_learning_rate, f"left out with --advantage {signal.advantage}: only gae has values")  # fmt: skip
     longest = max(map(int, settings.horizon.split(","))) if settings.horizon else 0
     require(longest <= play.max_episode_steps, "horizon", settings.horizon, f"at most --max-episode-steps, {play.max_episode_steps}")
     check_swanlab(settings.swanlab_mode, settings.swanlab_project)

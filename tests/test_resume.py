@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, processes_of, settings
 
-from data import CHECKSUMS, read_checkpoint
+from data import VALUE_HEAD, read_checkpoint
 
 
 METER = ("--eval-every", 2, "--eval-split", "valid_seen", "--eval-games", 3)
@@ -121,7 +121,7 @@ def test_stopped_killed_and_resumed_is_the_unbroken_run(trained, warm_model, tmp
 
     # kill -9 once the next update is saved; a planned save each update now, which alters no result
     command = Command(tmp_path, "train.py", "--resume", "auto", "--run-name", "one", "--save-every", 1, *METER)
-    assert command.wait_for(lambda: (checkpoints / f"update-{done + 1:04d}" / CHECKSUMS).exists())
+    assert command.wait_for(lambda: (checkpoints / "latest").resolve().name == f"update-{done + 1:04d}")
     command.signal(signal.SIGKILL)
     assert f"Going on after update {done} from" in command.output
     assert re.search(r"Trainer and engine agree to \d\.\de-0[5-9] nats", command.output)
@@ -145,6 +145,7 @@ def test_every_choice_resumes_to_the_bit(warm_model, tmp_path_factory):
         "--held-out-games", 6, "--eval-every", 2, "--fill-groups", 2, "--horizon", "4,6", "--horizon-every", 2, "--epochs", 2,
         "--minibatches", 2, "--kl-coefficient", 0.01, "--entropy-coefficient", 0.001, "--loss-sum", "turn-mean",
         "--learning-rate-schedule", "cosine", "--warmup-updates", 1, "--save-every", 2, "--max-mismatch-kl", 1,
+        "--advantage", "gae",
     )  # fmt: skip
     homes = [tmp_path_factory.mktemp(name) for name in ("unbroken", "broken")]
     assert Command(homes[0], *settings(warm_model, 4), *choices).end() == 0
@@ -158,6 +159,9 @@ def test_every_choice_resumes_to_the_bit(warm_model, tmp_path_factory):
     assert [line["rollout/horizon"] for line in lines] == [4, 4, 6, 6]
     assert all(line["train/optimizer_steps"] >= 2 for line in lines if "train/grad_norm" in line)
     assert all(line["train/kl_base"] >= 0 for line in lines if "train/grad_norm" in line)
+    assert [line["train/value_explained_variance"] != 0 for line in lines] == [False, True, True, True]
+    heads = [(home / "runs/one/checkpoints/update-0004/state" / VALUE_HEAD).read_bytes() for home in homes]
+    assert heads[0] == heads[1]
 
 
 @pytest.mark.slow
