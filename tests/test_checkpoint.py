@@ -407,8 +407,8 @@ def test_settings_come_from_the_run_and_flags_win(saved):
     folder = saved[0] / "update-0002"
     args = types.SimpleNamespace(resume=str(folder), max_steps=5)
     settings, *_ = build_settings(args, resumed_settings(args), TrainSettings)
-    data_root = usable_path(TrainSettings.data_root)  # of this machine, if the games are there
-    assert settings == replace(TrainSettings(), max_steps=5, resume=str(folder), data_root=data_root)
+    found = {name: usable_path(getattr(TrainSettings, name)) for name in ("data_root", "runs_dir")}  # if they are there
+    assert settings == replace(TrainSettings(), max_steps=5, resume=str(folder), **found)
     assert resumed_settings(types.SimpleNamespace()) == {}
 
 
